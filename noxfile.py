@@ -1,0 +1,71 @@
+"""What can be done with this repository: ``nox -s demo``, ``nox -s tests``, ``nox -s lint``, ``nox -s types``."""
+
+import re
+from pathlib import Path
+
+import nox
+
+nox.options.sessions = ["lint", "types", "tests"]
+nox.options.reuse_venv = "yes"
+nox.needs_version = ">=2025.2.9"
+
+PACKAGES = ("-e", "packages/pico-train", "-e", "packages/pico-analyze")
+GROUPS = nox.project.load_toml("pyproject.toml")
+
+
+def install(session: nox.Session, *what: str) -> None:
+    """Install in the versions that CI tested, so that nothing pulls in another torch."""
+    session.install("-c", "constraints.txt", *what)
+
+
+@nox.session
+def demo(session: nox.Session) -> None:
+    """Train three sizes, analyse them, draw the pictures. Arguments are overrides: ``nox -s demo -- training.max_steps=20``."""
+    install(session, *PACKAGES)
+    name = "-".join(re.sub(r"[^\w.=]", "_", word) for word in session.posargs) or "full"
+    out = Path("demo_output") / name
+    session.run(
+        "pico-train",
+        "run",
+        "--config",
+        "configs/demo.yaml",
+        f"checkpointing.runs_dir={out / 'runs'}",
+        "data.cache_dir=demo_output/token_caches",
+        *session.posargs,
+    )
+    session.run(
+        "pico-analyze",
+        "run",
+        "--config",
+        "analysis_configs/demo.yaml",
+        "--run-path",
+        str(out / "runs" / "demo"),
+        f"monitoring.output_dir={out / 'analysis_results'}",
+    )
+    results = next((out / "analysis_results").iterdir())
+    session.run("pico-analyze", "plot", str(results))
+    session.log(f"the table:    {results}/results.csv (and .parquet)")
+    session.log(f"the pictures: {results}/figures, overview.png first")
+    session.log(f"the trail:    {out / 'runs'}")
+
+
+@nox.session
+def tests(session: nox.Session) -> None:
+    """Run all tests."""
+    install(session, *PACKAGES, *nox.project.dependency_groups(GROUPS, "test"))
+    session.run("pytest", *session.posargs)
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Check style and formatting."""
+    install(session, "ruff")
+    session.run("ruff", "check", ".")
+    session.run("ruff", "format", "--check", ".")
+
+
+@nox.session
+def types(session: nox.Session) -> None:
+    """Check types, strictly, in both packages."""
+    install(session, *PACKAGES, *nox.project.dependency_groups(GROUPS, "lint"))
+    session.run("mypy")

@@ -1,0 +1,1 @@
+"""Measure and draw how language models change over training and across scales."""

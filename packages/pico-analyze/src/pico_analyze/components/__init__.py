@@ -1,0 +1,131 @@
+"""The table of components: what a metric can be measured on.
+
+A component says which stored tensors it needs (`Component.select`, from a manifest alone) and turns them into
+matrices (`Component.pieces`). No torch here: a component is imported when it is used.
+"""
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from importlib import import_module
+from typing import TYPE_CHECKING, Literal, Protocol
+
+from pico_analyze.checkpoint.format import Kind, Manifest, Split, TensorRow
+
+if TYPE_CHECKING:
+    from pico_analyze.checkpoint.reader import Checkpoint
+    from pico_analyze.components.matrix import Matrix
+
+Layers = Sequence[int] | Literal["all"]
+
+
+class ComponentError(ValueError):
+    """A component that cannot be had; the message says what there is instead."""
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The stored tensors behind one matrix, or behind one for each head.
+
+    ``module`` is the name inside the block (``attention.v_proj``), or the whole name where ``layer`` is None.
+    Head None stands for no head in particular, or for all of them side by side.
+    """
+
+    layer: int | None
+    module: str
+    heads: tuple[int | None, ...]
+    rows: tuple[TensorRow, ...]
+
+    @property
+    def content_hash(self) -> str:
+        """The tensor's own content hash; for several, SHA-256 over theirs, joined."""
+        if len(self.rows) == 1:
+            return self.rows[0].sha256
+        return hashlib.sha256("".join(row.sha256 for row in self.rows).encode("ascii")).hexdigest()
+
+    @property
+    def dtype(self) -> str:
+        """The dtypes as stored, each once, joined by a plus sign."""
+        return "+".join(sorted({row.dtype for row in self.rows}))
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One matrix of a component, and where it comes from (see `Selection`)."""
+
+    layer: int | None
+    head: int | None
+    module: str
+    matrix: "Matrix"
+    content_hash: str
+    dtype: str
+
+
+class Component(Protocol):
+    """A component with its settings filled in."""
+
+    def select(self, manifest: Manifest) -> list[Selection]:
+        """What the component finds in a checkpoint; raises `ComponentError` where something is missing."""
+
+    def pieces(self, checkpoint: "Checkpoint", selection: Selection) -> Iterator[Piece]:
+        """The matrices of one selection, in the order of its heads."""
+
+
+class MakeComponent(Protocol):
+    """How a component is made from its entry in the configuration."""
+
+    def __call__(
+        self,
+        kind: Kind,
+        split: Split | None,
+        layers: Layers,
+        layer_suffixes: str | dict[str, str],
+        order: Literal["pico_v0"] | None = None,
+    ) -> Component:
+        """The component; raises `ComponentError` where its settings do not fit it."""
+
+
+@dataclass(frozen=True)
+class ComponentInfo:
+    """A line of the table; ``suffixes`` are the keys of ``layer_suffixes``, empty where it is one suffix."""
+
+    path: str
+    kinds: tuple[Kind, ...]
+    suffixes: tuple[str, ...]
+    summary: str
+
+    def load(self) -> MakeComponent:
+        """Import the component."""
+        module, name = self.path.split(":")
+        made: MakeComponent = getattr(import_module(module), name)
+        return made
+
+
+COMPONENTS: dict[str, ComponentInfo] = {
+    "simple": ComponentInfo(
+        path="pico_analyze.components.single:Simple",
+        kinds=("weights", "activations", "gradients"),
+        suffixes=(),
+        summary="one stored tensor: a module's weight, its output, or the gradient of its weight",
+    ),
+    "ov_circuit": ComponentInfo(
+        path="pico_analyze.components.circuits:OVCircuit",
+        kinds=("weights", "activations", "gradients"),
+        suffixes=("value_layer", "output_layer"),
+        summary="what a head writes for what it reads, W_O W_V: per head, and all heads side by side",
+    ),
+}
+
+
+def get_component(name: str) -> ComponentInfo:
+    """The component of that name.
+
+    Raises:
+        ComponentError: there is none; the message lists those there are and the nearest.
+    """
+    if name in COMPONENTS:
+        return COMPONENTS[name]
+    near = get_close_matches(name, COMPONENTS, n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    raise ComponentError(f"there is no component {name!r}; there are {', '.join(COMPONENTS)}{hint}")

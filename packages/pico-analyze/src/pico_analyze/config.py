@@ -1,0 +1,212 @@
+"""Every key that an analysis YAML may hold, and what it means.
+
+A file becomes an ``AnalysisConfig``, or one ``ConfigError`` that lists everything wrong with it. Whether a
+metric, a component, a layer or a step exists is not asked here but when the analysis is planned on the runs.
+Key names are those of the published Pico files, which load as they are.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, Strict
+
+from pico_analyze.strict_yaml import (
+    ConfigError,
+    Problem,
+    Section,
+    folder_name_problem,
+    overridden,
+    read_mapping,
+    to_text,
+    validated,
+)
+
+__all__ = ["AnalysisConfig", "ComponentEntry", "ConfigError", "MetricEntry", "StepRange", "load_config"]
+
+Step = Annotated[int, Field(ge=0)]
+Text = Annotated[str, Field(min_length=1)]
+Steps = Annotated[tuple[Step, ...], Strict(False)]  # a YAML list arrives as a list
+Texts = Annotated[tuple[Text, ...], Strict(False)]
+
+# The keys of an entry that belong to some metrics only, and what those must give.
+OWN_KEYS: dict[str, tuple[tuple[str, ...], str | None]] = {
+    "norm_type": (("norm",), "one of frobenius, nuclear, spectral, inf, inf_operator"),
+    "target_checkpoint": (("cka", "pwcca"), "a step, or last"),
+    "estimator": (("cka",), None),
+    "weights_from": (("pwcca",), None),
+}
+
+
+class StepRange(Section):
+    """Evenly spaced steps: start, start + step, ... and the end only when it is hit."""
+
+    start: int = Field(ge=0, description="first step")
+    end: int = Field(ge=0, description="last step, if start plus a multiple of step hits it")
+    step: int = Field(gt=0, description="distance")
+
+    def problems(self) -> Iterator[Problem]:
+        """A range goes up."""
+        if self.end < self.start:
+            yield Problem("end", self.end, f"must be at least start {self.start}", ("start",))
+
+
+class ComponentEntry(Section):
+    """What a metric is measured on."""
+
+    component_name: str = Field(min_length=1, description="as `pico-analyze ls components` lists them")
+    data_type: Literal["weights", "activations", "gradients"] = Field(description="kind of the tensors")
+    layer_suffixes: Text | dict[str, Text] = Field(
+        description="end of the module names, e.g. swiglu.w_2; "
+        "for ov_circuit a mapping with value_layer and output_layer"
+    )
+    layers: Steps | Literal["all"] = Field("all", description="block numbers from 0, or all")
+    order: Literal["pico_v0"] | None = Field(
+        None, description="pico_v0 = the published product W_V W_O, only for the weights of ov_circuit"
+    )
+
+    def problems(self) -> Iterator[Problem]:
+        """An empty list of layers selects nothing; the order of the product is a matter of OV weights."""
+        if not self.layers:
+            yield Problem("layers", self.layers, "selects nothing; list block numbers, or write all")
+        if self.order is not None and (self.component_name, self.data_type) != ("ov_circuit", "weights"):
+            yield Problem(
+                "order", self.order, "is only for the weights of ov_circuit", ("component_name", "data_type")
+            )
+
+
+class MetricEntry(Section):
+    """One metric on some components; the same metric may stand any number of times."""
+
+    metric_name: str = Field(min_length=1, description="as `pico-analyze ls metrics` lists them")
+    data_split: Literal["train", "val"] | None = Field(
+        None,
+        description="the batch behind activations and gradients: train = the batch of the step, "
+        "val = the held-out probe, the same at every step; weights do not need it",
+    )
+    components: Annotated[tuple[ComponentEntry, ...], Strict(False)] = Field(
+        (), description="what it is measured on"
+    )
+    norm_type: Literal["frobenius", "nuclear", "spectral", "inf", "inf_operator"] | None = Field(
+        None, description="which norm, only for norm; inf = largest absolute entry, as published"
+    )
+    target_checkpoint: Step | Literal["last"] | None = Field(
+        None, description="step that every step is compared with, only for cka and pwcca"
+    )
+    estimator: Literal["debiased", "plug_in"] | None = Field(
+        None, description="estimate of the alignment, only for cka; null = debiased"
+    )
+    weights_from: Literal["x", "y"] | None = Field(
+        None,
+        description="side that weighs the correlations, only for pwcca: "
+        "x = the step, y = the target; null = x",
+    )
+
+    @property
+    def parameters(self) -> dict[str, str]:
+        """The metric's own parameters that are given; what it is compared with is not one of them."""
+        own = {"norm_type": self.norm_type, "estimator": self.estimator, "weights_from": self.weights_from}
+        return {name: value for name, value in own.items() if value is not None}
+
+    def problems(self) -> Iterator[Problem]:
+        """Each metric has its own keys; an entry measures something; captured tensors have a split."""
+        for key, (metrics, needed) in OWN_KEYS.items():
+            value = getattr(self, key)
+            if value is None and needed and self.metric_name in metrics:
+                yield Problem(
+                    key, None, f"is not enough for {self.metric_name}; give {needed}", ("metric_name",)
+                )
+            if value is not None and self.metric_name not in metrics:
+                yield Problem(
+                    key,
+                    value,
+                    f"is only for {' and '.join(metrics)}, not for {self.metric_name}",
+                    ("metric_name",),
+                )
+        if not self.components:
+            yield Problem("components", [], "is empty: the metric is measured on nothing")
+        captured = sorted({c.data_type for c in self.components} - {"weights"})
+        if captured and self.data_split is None:
+            yield Problem(
+                "data_split", None, f"must be train or val for {' and '.join(captured)}", ("components",)
+            )
+
+
+class WandbConfig(Section):
+    """Weights & Biases."""
+
+    entity: str | None = Field(None, description="user or team; needed when save_to_wandb")
+    project: str | None = Field(None, description="project; needed when save_to_wandb")
+
+
+class MonitoringConfig(Section):
+    """Where results go."""
+
+    output_dir: str = Field(
+        "analysis_results",
+        min_length=1,
+        description="parent folder of the results, from the working directory",
+    )
+    save_to_wandb: bool = Field(False, description="log to Weights & Biases")
+    wandb: WandbConfig = WandbConfig()
+
+    def problems(self) -> Iterator[Problem]:
+        """A tracker needs to know where."""
+        for key in ("entity", "project"):
+            value = getattr(self.wandb, key)
+            if self.save_to_wandb and not value:
+                yield Problem(
+                    f"wandb.{key}", value, "must not be empty when save_to_wandb is true", ("save_to_wandb",)
+                )
+
+
+class AnalysisConfig(Section):
+    """One analysis: which metrics, on what, at which steps of which runs."""
+
+    analysis_name: str | None = Field(
+        None, description="sub-folder of monitoring.output_dir; null = <run or suite>_analysis"
+    )
+    runs: Texts = Field(
+        (), description="run folders, globs of them, or <runs_dir>/<suite>; --run-path replaces them"
+    )
+    steps: Steps | StepRange | Literal["all"] = Field(
+        "all", description="checkpoints: a list, a range {start, end, step}, or all that a run has"
+    )
+    metrics: Annotated[tuple[MetricEntry, ...], Strict(False)] = Field((), description="what is measured")
+    monitoring: MonitoringConfig = MonitoringConfig()
+    write_json: Literal["pico_v0"] | None = Field(
+        None,
+        description="pico_v0 = also the JSON file of each step and metric that the published code writes",
+    )
+
+    def select_steps(self, available: Iterable[int]) -> list[int]:
+        """The steps asked for, ascending: all that are ``available``, or those named, available or not."""
+        if self.steps == "all":
+            return sorted(available)
+        if isinstance(self.steps, StepRange):
+            return list(range(self.steps.start, self.steps.end + 1, self.steps.step))
+        return sorted(set(self.steps))
+
+    def problems(self) -> Iterator[Problem]:
+        """The name of an analysis is a folder."""
+        if self.analysis_name and (message := folder_name_problem(self.analysis_name)):
+            yield Problem("analysis_name", self.analysis_name, message)
+
+    def to_yaml(self) -> str:
+        """All keys with their values, as YAML that loads back equal."""
+        return to_text(self.model_dump(mode="json"))
+
+    @classmethod
+    def json_schema(cls) -> dict[str, Any]:
+        """The JSON schema of an analysis file."""
+        return cls.model_json_schema()
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> AnalysisConfig:
+    """The analysis that the YAML file ``path`` describes: defaults < file < ``key.sub=value`` overrides.
+
+    Raises:
+        ConfigError: the file cannot be read, or all that is wrong with what it says.
+    """
+    path = Path(path)
+    return validated(AnalysisConfig, overridden(read_mapping(path), overrides), str(path))

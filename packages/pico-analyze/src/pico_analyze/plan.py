@@ -1,0 +1,290 @@
+"""What an analysis will measure, said from manifests alone: checkpoints x components x metrics -> cells.
+
+Comes in: open runs and the configuration. Goes out: a list of `Cell`, each a metric of one matrix (or of one
+for each head) at one step, with the content hashes of the tensors behind it; or one error that lists all that
+cannot be had.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
+
+from pico_analyze.checkpoint.format import Kind, Split
+from pico_analyze.checkpoint.reader import Run, list_steps
+from pico_analyze.components import Component, ComponentError, Selection, get_component
+from pico_analyze.config import AnalysisConfig, ComponentEntry, MetricEntry
+from pico_analyze.metrics import METRICS, Metric, get_metric
+from pico_analyze.results import canonical, row_parameters
+
+
+class AnalysisError(ValueError):
+    """An analysis that cannot be done as asked; the message lists all that stands against it."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """A component with its settings; ``settings`` is all of them as text: equal text, equal source."""
+
+    name: str
+    kind: Kind
+    split: Split | None
+    order: Literal["pico_v0"] | None
+    settings: str
+    component: Component = field(compare=False)
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One metric on one source, as the configuration asks for it."""
+
+    metric_name: str
+    metric: Metric
+    parameters: Mapping[str, str]
+    row_parameters: str
+    source: Source
+    target: int | Literal["last"] | None
+
+    def reference_step(self, run: Run) -> int | None:
+        """The step of ``run`` that each step is compared with."""
+        return run.steps[-1] if self.target == "last" else self.target
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One measurement of one selection at one step of one run: a row for each head.
+
+    ``missing`` says why there is nothing to measure. ``same_as`` is another step of the run that holds the
+    very same tensors, if there is one.
+    """
+
+    IDENTITY: ClassVar = (
+        "run_id",
+        "step",
+        "split",
+        "kind",
+        "component",
+        "module",
+        "layer",
+        "metric",
+        "parameters",
+        "reference_run",
+        "reference_step",
+    )
+
+    run: Run
+    step: int
+    measurement: Measurement
+    selection: Selection
+    reference: Selection | None
+    missing: str | None
+    same_as: int | None
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What tells this cell from all others, whatever its content: the columns `IDENTITY` of the table."""
+        source = self.measurement.source
+        reference_step = self.measurement.reference_step(self.run)
+        return (
+            self.run.identity.run_id,
+            self.step,
+            source.split,
+            source.kind,
+            source.name,
+            self.selection.module,
+            self.selection.layer,
+            self.measurement.metric_name,
+            self.measurement.row_parameters,
+            None if reference_step is None else self.run.name,
+            reference_step,
+        )
+
+    @property
+    def content(self) -> dict[str, str | None]:
+        """What is stored there, as columns of the table; nothing where the cell is missing."""
+        if self.missing is not None:
+            return {}
+        return {
+            "dtype": self.selection.dtype,
+            "content_hash": self.selection.content_hash,
+            "reference_hash": self.reference.content_hash if self.reference else None,
+        }
+
+
+def plan(runs: Sequence[Run], config: AnalysisConfig) -> list[Cell]:
+    """Every cell of the analysis: by run, then by step, then in the order of the configuration.
+
+    Raises:
+        AnalysisError: something that is asked for cannot be had in some run; all of it at once.
+    """
+    problems = _run_problems(runs) + _step_problems(runs, config)
+    measurements: list[Measurement] = []
+    for i, entry in enumerate(config.metrics):
+        for component in entry.components:
+            try:
+                measurements.append(_measurement(entry, component))
+            except ValueError as error:
+                problems.append(f"metrics[{i}], {entry.metric_name} of {component.component_name}: {error}")
+    expected: list[dict[Source, list[Selection]]] = []
+    for run in runs:
+        expected.append({})
+        for source in dict.fromkeys(measurement.source for measurement in measurements):
+            try:
+                expected[-1][source] = _expected(run, source)
+            except ComponentError as error:
+                problems.append(f"{source.name} of {source.kind}, run {run.name}: {error}")
+    if problems:
+        raise AnalysisError("the analysis cannot be done:\n  " + "\n  ".join(dict.fromkeys(problems)))
+    cells: dict[tuple[Any, ...], Cell] = {}  # what two entries ask for is measured once
+    for run, selections in zip(runs, expected, strict=True):
+        for cell in _cells(run, config, measurements, selections):
+            cells.setdefault(cell.key, cell)
+    return list(cells.values())
+
+
+def describe(cells: Sequence[Cell]) -> list[str]:
+    """What a plan measures, a line for each metric and module, for a dry run."""
+    groups: dict[str, list[Cell]] = defaultdict(list)
+    for cell in cells:
+        source, parameters = cell.measurement.source, cell.measurement.row_parameters
+        text = cell.measurement.metric_name + (f" {parameters}" if parameters != "{}" else "")
+        text += f" of {source.name} {source.kind} {cell.selection.module}"
+        groups[text + (f" ({source.split})" if source.split else "")].append(cell)
+    lines = []
+    for text, group in groups.items():
+        layers = sorted({cell.selection.layer for cell in group if cell.selection.layer is not None})
+        where = f", layers {', '.join(map(str, layers))}" if layers else ""
+        n_checkpoints = len({(cell.run.identity.run_id, cell.step) for cell in group})
+        n_values = sum(len(cell.selection.heads) for cell in group)
+        n_missing = sum(len(cell.selection.heads) for cell in group if cell.missing)
+        gaps = f", {n_missing} of them missing" if n_missing else ""
+        lines.append(f"{text}{where}: {n_checkpoints} checkpoints, {n_values} values{gaps}")
+    return lines
+
+
+def steps_of(run: Run, config: AnalysisConfig) -> list[int]:
+    """The steps asked for; ``all`` holds the damaged ones too, so that the gap shows."""
+    return config.select_steps({*run.steps, *run.skipped})
+
+
+def _run_problems(runs: Sequence[Run]) -> list[str]:
+    problems = [] if runs else ["no run is given"]
+    by_id: dict[str, Run] = {}
+    for run in runs:
+        if not run.steps:
+            why = "".join(f"; {reason}" for reason in run.skipped.values())
+            problems.append(f"run {run.name} has no complete checkpoint{why}")
+        other = by_id.setdefault(run.identity.run_id, run)
+        if other is not run:
+            problems.append(f"{other.path} and {run.path} hold the same run; name one of them")
+    return problems
+
+
+def _step_problems(runs: Sequence[Run], config: AnalysisConfig) -> list[str]:
+    there = "; ".join(f"run {run.name} has {list_steps(run.steps)}" for run in runs)
+    asked = {step for run in runs for step in steps_of(run, config)}
+    stored = {step for run in runs for step in run.steps}
+    problems = []
+    if stored and not asked & stored:
+        problems.append(f"steps: none of those asked for exists; {there}")
+    for entry in config.metrics:
+        if stored and isinstance(entry.target_checkpoint, int) and entry.target_checkpoint not in stored:
+            problems.append(f"target_checkpoint: there is no step {entry.target_checkpoint}; {there}")
+    return problems
+
+
+def _measurement(entry: MetricEntry, component: ComponentEntry) -> Measurement:
+    """What a metric entry asks for on one of its components; ValueError where they do not fit."""
+    metric, info = get_metric(entry.metric_name), get_component(component.component_name)
+    kind = component.data_type
+    if kind not in info.kinds:
+        raise ValueError(f"it has no {kind}, only {', '.join(info.kinds)}")
+    if metric.consumes == "pair" and kind != "activations":
+        others = ", ".join(name for name, other in METRICS.items() if other.consumes != "pair")
+        raise ValueError(f"compares activations and does not fit {kind}; what fits: {others}")
+    if metric.consumes == "pair" and entry.data_split == "train":
+        raise ValueError(
+            "needs the same samples at every step, and the batch of split train is another at each; use data_split: val"
+        )
+    split = None if kind == "weights" else entry.data_split
+    suffixes = component.layer_suffixes
+    source = Source(
+        name=component.component_name,
+        kind=kind,
+        split=split,
+        order=component.order,
+        settings=canonical(component.model_dump(mode="json") | {"split": split}),
+        component=info.load()(kind, split, component.layers, suffixes, component.order),
+    )
+    return Measurement(
+        metric_name=entry.metric_name,
+        metric=metric,
+        parameters=metric.resolve(entry.parameters),
+        row_parameters=row_parameters(entry, component),
+        source=source,
+        target=entry.target_checkpoint,
+    )
+
+
+def _expected(run: Run, source: Source) -> list[Selection]:
+    """What the source finds at the first step that has all of it; ComponentError where no step has."""
+    problem = None
+    for manifest in run.manifests.values():
+        try:
+            return source.component.select(manifest)
+        except ComponentError as error:
+            problem = problem or error
+    if problem is not None:
+        raise problem
+    return []  # no step at all is a problem of its own
+
+
+def _cells(
+    run: Run,
+    config: AnalysisConfig,
+    measurements: Sequence[Measurement],
+    expected: Mapping[Source, Sequence[Selection]],
+) -> Iterator[Cell]:
+    """What each measurement is at each step, or why it is missing there."""
+    holders: dict[tuple[Kind, str, str], set[int]] = defaultdict(set)  # the steps that hold a tensor
+    for step, manifest in run.manifests.items():
+        for row in manifest.tensors:
+            holders[row.kind, row.module, row.sha256].add(step)
+    found: dict[tuple[Source, int], dict[tuple[str, int | None], Selection] | str] = {}
+
+    def find(source: Source, step: int, like: Selection) -> Selection | str:
+        if (source, step) not in found:
+            found[source, step] = _select(run, source, step)
+        there = found[source, step]
+        if isinstance(there, str):
+            return there
+        return there.get((like.module, like.layer), f"step {step} does not have it")
+
+    for step in steps_of(run, config):
+        for measurement in measurements:
+            reference_step = measurement.reference_step(run)
+            for like in expected[measurement.source]:
+                here = find(measurement.source, step, like)
+                there = None if reference_step is None else find(measurement.source, reference_step, like)
+                missing = same_as = None
+                if isinstance(here, str):
+                    missing, here = here, like
+                else:
+                    steps = (holders[row.kind, row.module, row.sha256] for row in here.rows)
+                    same_as = min(set.intersection(*steps) - {step}, default=None)
+                if isinstance(there, str):
+                    missing, there = missing or f"the reference: {there}", None
+                yield Cell(run, step, measurement, here, there, missing, same_as)
+
+
+def _select(run: Run, source: Source, step: int) -> dict[tuple[str, int | None], Selection] | str:
+    """What the source finds at a step, by module and layer; or why it finds nothing."""
+    if step in run.skipped:
+        return run.skipped[step]
+    if step not in run.manifests:
+        return f"there is no step {step}"
+    try:
+        selections = source.component.select(run.manifests[step])
+    except ComponentError as error:
+        return f"step {step}: {error}"
+    return {(selection.module, selection.layer): selection for selection in selections}

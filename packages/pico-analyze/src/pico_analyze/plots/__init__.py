@@ -1,0 +1,129 @@
+"""Pictures of a results table, and of nothing but the table.
+
+In: a folder that holds the results of an analysis. Out: PNG, SVG and PDF files. `quantities` says what there
+is to draw, `views` draws it, `style` says how it looks. matplotlib's settings and open figures are left
+alone, in a notebook too.
+"""
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from pathlib import Path
+
+import pandas as pd
+from matplotlib.figure import Figure
+
+from pico_analyze import results
+from pico_analyze.plots import style, views
+from pico_analyze.plots.quantities import (
+    LOSSES,
+    Horizontal,
+    PlotError,
+    Quantity,
+    Series,
+    prepare,
+    quantities_of,
+    remarks,
+)
+
+__all__ = ["PlotError", "draw"]
+
+Job = tuple[str, Callable[[], Figure]]
+
+log = logging.getLogger(__name__)
+
+
+def draw(
+    results_folder: str | Path,
+    output_folder: str | Path | None = None,
+    *,
+    x: Horizontal = "step",
+    formats: Sequence[str] = style.FORMATS,
+    metrics: Sequence[str] | None = None,
+    progress: Callable[[list[Job]], Iterable[Job]] = iter,
+) -> list[Path]:
+    """Draw every quantity of a results table in every view, and an overview; returns the files written.
+
+    Files are named ``<metric>[-<parameter>]_<component>[-<module>]_<kind>[-<split>]_<view>.<format>``. Views:
+    ``trajectory-linear`` and ``trajectory-symlog``, for what has layers also ``layers`` and ``heatmap``, and
+    where the table holds losses ``loss``. A quantity without any value is not drawn, and logged.
+
+    Args:
+        results_folder: holds ``results.parquet``.
+        output_folder: where the files go; None is ``plots`` in the results folder.
+        x: the horizontal axis, training steps or tokens seen.
+        formats: any of png, svg, pdf.
+        metrics: names of metrics to draw; none given draws all.
+        progress: wraps the list of figures while they are drawn, such as ``tqdm``.
+
+    Raises:
+        PlotError: there is nothing to draw, or no such metric, format or axis.
+    """
+    for name, given, allowed in (("x", [x], tuple(style.X_LABELS)), ("formats", formats, style.FORMATS)):
+        if wrong := [value for value in given if value not in allowed]:
+            raise PlotError(f"{name}: {wrong[0]!r} is none of {', '.join(allowed)}")
+    rows, series = prepare(_read(Path(results_folder)), x)
+    if rows.empty:
+        raise PlotError(f"{results_folder}: no row has a number of {x}, so there is nothing to draw over {x}")
+    known = quantities_of(rows)
+    losses = [
+        quantity for quantity in known if quantity.metric in LOSSES and quantity.rows["y"].notna().any()
+    ]
+    jobs = _jobs(_drawable(known, metrics), losses, series, x)
+    folder = Path(results_folder, "plots") if output_folder is None else Path(output_folder)
+    if folder.exists() and not folder.is_dir():
+        raise PlotError(f"{folder} is a file; the pictures need a folder")
+    folder.mkdir(parents=True, exist_ok=True)
+    written: list[Path] = []
+    with style.paper():
+        for name, make in progress(jobs):
+            written += style.save(make(), folder / name, formats)
+    return written
+
+
+def _read(folder: Path) -> pd.DataFrame:
+    if not folder.is_dir():
+        raise PlotError(
+            f"{folder}: no such folder; give the folder of results that `pico-analyze run` has printed"
+        )
+    try:
+        table = results.read(folder)
+    except results.ResultsError as error:
+        raise PlotError(str(error)) from None
+    if table.empty:
+        raise PlotError(f"{folder}/results.parquet has no rows, so there is nothing to draw")
+    return table
+
+
+def _drawable(known: Sequence[Quantity], metrics: Sequence[str] | None) -> list[Quantity]:
+    """The quantities asked for that have at least one value."""
+    names = sorted({quantity.metric for quantity in known})
+    if unknown := [metric for metric in metrics or () if metric not in names]:
+        raise PlotError(f"metrics: there is no {unknown[0]!r} in these results; there are {', '.join(names)}")
+    asked = [quantity for quantity in known if not metrics or quantity.metric in metrics]
+    found = [quantity for quantity in asked if quantity.rows["y"].notna().any()]
+    if not found:
+        raise PlotError(f"nothing to draw: {remarks(pd.concat([quantity.rows for quantity in asked]))}")
+    for quantity in asked:
+        if quantity not in found:
+            log.warning("not drawn: %s; %s", quantity.label, remarks(quantity.rows))
+    return found
+
+
+def _jobs(
+    chosen: Sequence[Quantity], losses: Sequence[Quantity], series: Sequence[Series], x: Horizontal
+) -> list[Job]:
+    """Name and maker of every figure."""
+    jobs: list[Job] = [("overview", partial(views.overview, views.main_quantities(chosen), series, x))]
+    for quantity in chosen:
+        views_of: list[tuple[str, Callable[[], Figure]]] = [
+            ("trajectory-linear", partial(views.trajectory, quantity, series, x, symlog=False)),
+            ("trajectory-symlog", partial(views.trajectory, quantity, series, x, symlog=True)),
+        ]
+        if quantity.in_layers:
+            views_of.append(("layers", partial(views.layers, quantity, series, x)))
+            views_of.append(("heatmap", partial(views.heat_map, quantity, series, x)))
+        if losses and quantity.metric not in LOSSES:
+            views_of.append(("loss", partial(views.beside_loss, quantity, series, x, losses)))
+        jobs += [(f"{quantity.name}_{view}", make) for view, make in views_of]
+    return jobs

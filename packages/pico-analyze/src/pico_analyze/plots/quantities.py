@@ -1,0 +1,314 @@
+"""What there is to draw: the results table sorted into quantities and series, and their summaries.
+
+A *quantity* is one number that is comparable over steps, layers and sizes: a metric with its parameters, of
+one kind of one module. A *series* is one entry of a legend: a run, or the runs of a suite that differ only in
+their seeds. Nothing is drawn here.
+"""
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from textwrap import shorten
+from typing import Any, Literal
+
+import numpy as np
+import pandas as pd
+from numpy.typing import NDArray
+
+Horizontal = Literal["step", "tokens"]
+
+PERCENTILES = (10, 25, 50, 75, 90)
+MEDIAN = PERCENTILES.index(50)
+
+
+class PlotError(ValueError):
+    """Results that cannot be drawn; the message says what is wrong and what there is."""
+
+
+@dataclass(frozen=True)
+class MetricWords:
+    """How a metric is called in a picture; ``limits`` are its bounds, ``log`` asks for a logarithmic axis."""
+
+    words: str
+    unit: str = ""
+    limits: tuple[float, float] | None = None
+    log: bool = False
+
+
+METRICS: dict[str, MetricWords] = {
+    "val_loss": MetricWords("validation loss", unit="nats per token"),
+    "train_loss": MetricWords("training loss", unit="nats per token"),
+    "per": MetricWords("PER", limits=(0.0, 1.0)),
+    "condition_number": MetricWords("condition number", log=True),
+    "gini": MetricWords("Gini coefficient", limits=(0.0, 1.0)),
+    "hoyer": MetricWords("Hoyer sparsity", limits=(0.0, 1.0)),
+    "norm": MetricWords("norm"),
+    "cka": MetricWords("CKA", limits=(0.0, 1.0)),
+    "pwcca": MetricWords("PWCCA", limits=(0.0, 1.0)),
+}
+NORMS = {
+    "frobenius": "Frobenius norm",
+    "nuclear": "nuclear norm",
+    "spectral": "spectral norm",
+    "inf": "largest absolute entry",
+    "inf_operator": "largest absolute row sum",
+}
+LOSSES = ("val_loss", "train_loss")  # the loss that stands for both comes first
+
+SEEDS = ["weights_seed", "data_seed", "dropout_seed"]
+KEYS = ["metric", "parameters", "kind", "component", "module", "split", "reference", "per_head"]
+
+
+@dataclass(frozen=True)
+class Series:
+    """A run, or ``n_runs`` runs that differ only in their seeds; ``scale`` is its number of parameters, or inf."""
+
+    label: str
+    scale: float
+    n_runs: int
+
+
+@dataclass(frozen=True, eq=False)
+class Quantity:
+    """One number to draw; ``rows`` are its rows of the prepared table, ``name`` is the stem of its files."""
+
+    name: str
+    metric: str
+    title: str
+    subject: str
+    unit: str
+    limits: tuple[float, float] | None
+    log: bool
+    rows: pd.DataFrame
+
+    @property
+    def label(self) -> str:
+        """The quantity in words, for an axis."""
+        unit = f" ({self.unit})" if self.unit else ""
+        return (f"{self.title} of {self.subject}" if self.subject else self.title) + unit
+
+    @property
+    def per_head(self) -> bool:
+        """Whether there is one value for each head."""
+        return bool(self.rows["per_head"].iloc[0])
+
+    @property
+    def in_layers(self) -> bool:
+        """Whether its values belong to blocks of the model."""
+        return bool(self.rows["layer"].notna().any())
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Percentiles over all that shares an x.
+
+    ``levels`` is len(PERCENTILES) x len(x), nan where there is no value.
+    ``hollow`` marks the x where a value is flagged, or where some of the values are missing.
+    """
+
+    x: NDArray[np.float64]
+    levels: NDArray[np.float64]
+    hollow: NDArray[np.bool_]
+
+    @property
+    def median(self) -> NDArray[np.float64]:
+        """The middle line."""
+        median: NDArray[np.float64] = self.levels[MEDIAN]
+        return median
+
+
+def summarise(rows: pd.DataFrame) -> Summary:
+    """The percentiles of the values at each x, over the values that are defined."""
+    rows = rows.sort_values("x", kind="stable")
+    xs, first = np.unique(rows["x"].to_numpy(), return_index=True)
+    values = np.split(rows["y"].to_numpy(), first[1:])
+    plain = np.split((rows["status"] == "ok").to_numpy(dtype=bool), first[1:])
+    levels = np.full((len(PERCENTILES), len(xs)), np.nan)
+    for column, cell in enumerate(values[: len(xs)]):
+        if (defined := cell[~np.isnan(cell)]).size:
+            levels[:, column] = np.percentile(defined, PERCENTILES)
+    return Summary(xs, levels, np.array([not cell.all() for cell in plain[: len(xs)]], dtype=bool))
+
+
+def prepare(table: pd.DataFrame, x: Horizontal) -> tuple[pd.DataFrame, list[Series]]:
+    """The table with what drawing needs beside its own columns, and the series, smallest model first.
+
+    Adds ``member`` (number of the run), ``series`` (index of its series), ``x`` and ``y`` (floats; y is nan
+    where there is no value), ``per_head`` and ``reference`` (in words). Rows without an x are dropped.
+    """
+    rows = table.copy()
+    rows["member"] = rows.groupby(["run", "run_id"], dropna=False, sort=True).ngroup()
+    rows["x"] = _tokens(rows) if x == "tokens" else rows["step"].to_numpy(dtype=float)
+    rows["y"] = rows["value"].to_numpy(dtype=float, na_value=np.nan)
+    rows["per_head"] = rows["head"].notna()
+    rows["reference"] = _references(rows)
+    for key in ("parameters", "module", "split"):
+        rows[key] = rows[key].fillna("")
+    rows = rows[rows["x"].notna()]
+    series, members = _series(rows)
+    rows["series"] = rows["member"].map(members)
+    return rows, series
+
+
+def _tokens(rows: pd.DataFrame) -> NDArray[np.float64]:
+    # A missing checkpoint has no token count; tokens are proportional to steps, so its gap still has a place.
+    tokens, steps = (rows[name].to_numpy(dtype=float, na_value=np.nan) for name in ("tokens", "step"))
+    known = pd.DataFrame({"member": rows["member"], "tokens": tokens, "step": steps}).dropna()
+    last = known.groupby("member").max()
+    per_step = rows["member"].map(last["tokens"] / last["step"].replace(0, np.nan)).to_numpy(dtype=float)
+    filled: NDArray[np.float64] = np.where(np.isnan(tokens), steps * per_step, tokens)
+    return filled
+
+
+def _references(rows: pd.DataFrame) -> "pd.Series[str]":
+    """What each row is compared with, in words; without the run where every run is compared with itself."""
+    steps = rows["reference_step"].map(lambda step: f"step {step}", na_action="ignore").astype(object)
+    other = rows["reference_run"].notna() & rows["reference_run"].ne(rows["run"])
+    keys = ["metric", "parameters", "kind", "component", "module", "split", "reference_step"]
+    elsewhere = other.groupby([rows[key] for key in keys], dropna=False).transform("any")
+    runs = "run " + rows["reference_run"].astype(object)
+    named = runs.where(steps.isna(), runs + " at " + steps)
+    return steps.where(~elsewhere, named).fillna("")
+
+
+def _series(rows: pd.DataFrame) -> tuple[list[Series], dict[int, int]]:
+    """The series in order of size, and the series that each run belongs to."""
+    runs = rows.groupby("member")[["run", "suite", "scale", *SEEDS]].first()
+    found: list[tuple[float, str, list[int]]] = []
+    for _, alike in runs.groupby(["suite", "scale"], dropna=False):
+        scale = float(alike["scale"].iloc[0]) if alike["scale"].notna().all() else math.inf
+        replicates = (
+            alike[["suite", "scale", *SEEDS]].notna().all(axis=None) and not alike[SEEDS].duplicated().any()
+        )
+        if replicates and len(alike) > 1:
+            found.append((scale, str(alike["suite"].iloc[0]), list(alike.index)))
+        else:
+            found += [(scale, str(run), [int(str(member))]) for member, run in alike["run"].items()]
+    found.sort(key=lambda entry: (entry[0], entry[1], entry[2]))
+    sizes = [size_label(scale) if math.isfinite(scale) else name for scale, name, _ in found]
+    series = [
+        Series(
+            label=(f"{size} {name}" if sizes.count(size) > 1 and size != name else size)
+            + (f" (n = {len(members)})" if len(members) > 1 else ""),
+            scale=scale,
+            n_runs=len(members),
+        )
+        for size, (scale, name, members) in zip(sizes, found, strict=True)
+    ]
+    return series, {member: index for index, (_, _, members) in enumerate(found) for member in members}
+
+
+def size_label(n_parameters: float) -> str:
+    """A number of parameters as it is spoken of.
+
+    >>> [size_label(n) for n in (512, 508_000, 1_530_000, 11_282_784, 27_000_000, 569_800_000, 6_900_000_000)]
+    ['512', '0.51M', '1.5M', '11.3M', '27M', '570M', '6.9B']
+    """
+    if n_parameters < 10_000:
+        return f"{n_parameters:.0f}"
+    unit, letter = (1e9, "B") if n_parameters >= 999.5e6 else (1e6, "M")
+    size = n_parameters / unit
+    return f"{size:.{2 if size < 10 else 3}g}{letter}"
+
+
+def quantities_of(rows: pd.DataFrame) -> list[Quantity]:
+    """The quantities in a prepared table, in the order of METRICS."""
+    several = rows.groupby("metric")["parameters"].nunique() > 1
+    modules = rows.groupby("component")["module"].nunique()
+    found: list[Quantity] = []
+    for key, group in rows.groupby(KEYS, sort=True):
+        of: dict[str, Any] = dict(zip(KEYS, key, strict=True))
+        look = METRICS.get(of["metric"], MetricWords(of["metric"].replace("_", " ")))
+        values = group["y"].dropna()
+        wide = look.limits is None and len(values) and values.min() > 0 and values.max() > 50 * values.min()
+        found.append(
+            Quantity(
+                name=_file_name(of, {quantity.name.lower() for quantity in found}),
+                metric=of["metric"],
+                title=_title(look.words, of, show_parameters=bool(several[of["metric"]])),
+                subject=""
+                if of["component"] == "loss"
+                else _subject(of, several_modules=modules[of["component"]] > 1),
+                unit=look.unit,
+                limits=look.limits,
+                log=bool(look.log or wide) and bool((values > 0).all()),
+                rows=group,
+            )
+        )
+    order = {metric: place for place, metric in enumerate(METRICS)}
+    return sorted(found, key=lambda quantity: (order.get(quantity.metric, len(order)), quantity.metric))
+
+
+def _title(words: str, of: dict[str, Any], *, show_parameters: bool) -> str:
+    parameters: dict[str, Any] = json.loads(of["parameters"] or "{}")
+    if of["metric"] == "norm":
+        norms = [name for name in parameters if parameters[name] in NORMS]
+        words = NORMS[parameters[norms[0]]] if norms else words
+        parameters = {name: value for name, value in parameters.items() if name not in norms}
+    if not (show_parameters and parameters):
+        return words
+    return f"{words} ({', '.join(f'{name} {value}' for name, value in parameters.items())})"
+
+
+def _subject(of: dict[str, Any], *, several_modules: bool) -> str:
+    if of["component"] == "simple":
+        thing = of["module"]
+    else:
+        thing = "OV circuit" if of["component"] == "ov_circuit" else of["component"].replace("_", " ")
+        thing += f" {of['module']}" if several_modules and of["module"] else ""
+    split = f" ({of['split']})" if of["split"] and of["kind"] != "weights" else ""  # a weight has no split
+    head = ", per head" if of["per_head"] else ""
+    reference = f", against {of['reference']}" if of["reference"] else ""
+    return f"{thing} {of['kind']}{split}{head}{reference}"
+
+
+def _file_name(of: dict[str, Any], taken: set[str]) -> str:
+    """``<metric>[-<param>]_<component>[-<module>]_<kind>[-<split>]``, safe on any file system.
+
+    A name that is too long, or in lower case is one of ``taken``, ends in a hash.
+    """
+    first: list[str] = [of["metric"]]
+    for name, value in json.loads(of["parameters"] or "{}").items():
+        first.append(str(value) if isinstance(value, str) else f"{name}-{json.dumps(value)}")
+    if of["reference"]:
+        first.append(f"vs-{of['reference']}")
+    second = [of["component"], of["module"], "heads" if of["per_head"] else ""]
+    parts = (first, second, [of["kind"], of["split"]])
+    name = "_".join("-".join(_slug(word) for word in part if word) for part in parts)
+    if len(name) > 120 or name.lower() in taken:
+        full = json.dumps([str(of[key]) for key in KEYS])
+        name = f"{name[:110]}-{hashlib.sha256(full.encode()).hexdigest()[:8]}"
+    return name
+
+
+def _slug(word: str) -> str:
+    return re.sub(r"[^A-Za-z0-9._]+", "-", word).strip("-.")
+
+
+def remarks(rows: pd.DataFrame) -> str:
+    """What a reader must know about values that are missing or flagged; empty when there are none.
+
+    For example ``3 of 240 values undefined: numerically singular.``
+    """
+    absent, flagged = rows[rows["y"].isna()], rows[rows["y"].notna() & rows["status"].eq("flagged")]
+    parts = []
+    if len(absent):
+        states = " or ".join(sorted(absent["status"].unique(), reverse=True))
+        parts.append(f"{len(absent)} of {len(rows)} values {states}{_reasons(absent['reason'])}.")
+    if len(flagged):
+        parts.append(f"{len(flagged)} flagged{_reasons(flagged['reason'])}.")
+    return " ".join(parts)
+
+
+def _reasons(reasons: "pd.Series[str]") -> str:
+    counts = reasons.dropna().value_counts().sort_index().sort_values(ascending=False, kind="stable")
+    if counts.empty:
+        return ""
+    shown: Sequence[str] = [
+        shorten(str(reason), 90, placeholder=" ...") + (f" ({count})" if len(counts) > 1 else "")
+        for reason, count in counts.head(2).items()
+    ]
+    return ": " + ", ".join(shown) + (f", other reasons ({counts.iloc[2:].sum()})" if len(counts) > 2 else "")

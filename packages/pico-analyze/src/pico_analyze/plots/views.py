@@ -1,0 +1,270 @@
+"""The pictures: a quantity in, a figure out. Each view is one function."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.colors import LogNorm, Normalize
+from matplotlib.figure import Figure
+from numpy.typing import NDArray
+
+from pico_analyze.plots import style
+from pico_analyze.plots.quantities import (
+    KEYS,
+    LOSSES,
+    Horizontal,
+    Quantity,
+    Series,
+    Summary,
+    remarks,
+    summarise,
+)
+from pico_analyze.plots.style import DOUBLE, SINGLE, X_LABELS, Stroke
+
+
+def trajectory(quantity: Quantity, series: Sequence[Series], x: Horizontal, *, symlog: bool) -> Figure:
+    """The quantity over training: for each size the median over layers, and two bands around it."""
+    figure = style.figure(SINGLE, 2.6)
+    axes = figure.subplots()
+    _lines(axes, quantity, series, x, symlog=symlog, banded=quantity.in_layers)
+    axes.set_ylabel(style.wrap(quantity.label, 2.0))
+    style.legend(figure, *_present(quantity.rows, series))
+    style.footnote(figure, _spread(quantity), remarks(quantity.rows), _hollow(quantity.rows))
+    return figure
+
+
+def layers(quantity: Quantity, series: Sequence[Series], x: Horizontal) -> Figure:
+    """The quantity over training, a panel for each layer."""
+    rows = quantity.rows[quantity.rows["layer"].notna()]
+    numbers = sorted(int(layer) for layer in rows["layer"].unique())
+    n_columns = min(len(numbers), 4 if len(numbers) <= 16 else 6)
+    n_rows = math.ceil(len(numbers) / n_columns)
+    figure = style.figure(DOUBLE if n_columns > 2 else SINGLE, 0.75 + 1.2 * n_rows)
+    grid = figure.subplots(n_rows, n_columns, sharex=True, sharey=True, squeeze=False)
+    drawn: list[NDArray[np.float64]] = []
+    for place, axes in enumerate(grid.flat):
+        if place >= len(numbers):
+            axes.remove()
+            continue
+        layer = rows[rows["layer"] == numbers[place]]
+        drawn += [summary.median for summary in _medians(axes, layer, series)]
+        axes.set_title(f"layer {numbers[place]}", loc="left")
+        lowest = place + n_columns >= len(numbers)
+        axes.tick_params(labelbottom=lowest)
+        style.scale_x(axes, rows["x"].to_numpy(), x, symlog=True, label=lowest)
+    style.scale_y(grid[0, 0], drawn, quantity)
+    figure.supylabel(style.wrap(_over_heads(quantity), 0.4 + 1.2 * n_rows))
+    style.legend(figure, *_present(rows, series))
+    style.footnote(figure, remarks(quantity.rows), _hollow(quantity.rows, within="layer"))
+    return figure
+
+
+def heat_map(quantity: Quantity, series: Sequence[Series], x: Horizontal) -> Figure:
+    """The quantity by layer and checkpoint, a panel for each size, one colour scale for all."""
+    rows = quantity.rows[quantity.rows["layer"].notna()]
+    present = [index for index in range(len(series)) if (rows["series"] == index).any()]
+    n_columns = min(len(present), 3)
+    n_rows = math.ceil(len(present) / n_columns)
+    n_layers = int(rows["layer"].max()) + 1
+    width = DOUBLE if n_columns > 1 else SINGLE
+    figure = style.figure(width, 0.75 + n_rows * min(3.0, max(1.2, 0.35 + 0.13 * n_layers)))
+    grid = figure.subplots(n_rows, n_columns, sharey=True, squeeze=False)
+    tables = [_layer_table(rows[rows["series"] == index]) for index in present]
+    norm = _colour_scale(tables, quantity)
+    for place, axes in enumerate(grid.flat):
+        if place >= len(present):
+            axes.remove()
+            continue
+        image = _heat_panel(axes, tables[place], rows[rows["series"] == present[place]], norm)
+        axes.set_title(series[present[place]].label)
+        axes.set_xlabel(f"{X_LABELS[x]} (by checkpoint)")
+        if place % n_columns == 0:
+            axes.set_ylabel("layer")
+    bar = figure.colorbar(image, ax=figure.axes, pad=0.02, aspect=18 * n_rows)
+    bar.set_label(style.wrap(_over_heads(quantity), figure.get_figheight() - 0.6))
+    bar.outline.set_visible(False)
+    if quantity.log:
+        low, high = style.value_range([table.to_numpy() for table in tables], quantity)
+        bar.set_ticks(style.log_ticks(low, high), minor=False)
+        bar.ax.yaxis.set_major_formatter(style.log_format(low, high))
+        bar.ax.minorticks_off()
+    averaged = "Median over runs." if any(series[index].n_runs > 1 for index in present) else ""
+    ringed = "Ring: flagged." if rows["status"].eq("flagged").any() else ""
+    blank = "Grey: no value." if any(np.isnan(table.to_numpy()).any() for table in tables) else ""
+    style.footnote(figure, averaged, blank, remarks(quantity.rows), ringed)
+    return figure
+
+
+def beside_loss(
+    quantity: Quantity, series: Sequence[Series], x: Horizontal, losses: Sequence[Quantity]
+) -> Figure:
+    """The loss above the quantity, over the same axis; of two losses the first is the thick line."""
+    figure = style.figure(SINGLE, 3.9)
+    above, below = figure.subplots(2, 1, sharex=True)
+    runs = quantity.rows["member"].unique()
+    drawn: list[NDArray[np.float64]] = []
+    for place, loss in enumerate(losses):
+        rows = loss.rows[loss.rows["member"].isin(runs)]
+        drawn += [summary.median for summary in _medians(above, rows, series, faint=place > 0)]
+    style.scale_y(above, drawn, losses[0])
+    above.set_ylabel("loss (nats per token)" if len(losses) > 1 else style.wrap(losses[0].label, 1.5))
+    _lines(below, quantity, series, x, symlog=True, banded=quantity.in_layers)
+    below.set_ylabel(style.wrap(quantity.label, 1.5))
+    figure.align_ylabels([above, below])
+    style.legend(figure, *_present(quantity.rows, series))
+    names = [
+        loss.metric.replace("val_loss", "validation").replace("train_loss", "training") for loss in losses
+    ]
+    which = f"Loss: {names[0]}, faint {names[1]}." if len(losses) > 1 else ""
+    style.footnote(figure, which, _spread(quantity), remarks(quantity.rows), _hollow(quantity.rows))
+    return figure
+
+
+def overview(chosen: Sequence[Quantity], series: Sequence[Series], x: Horizontal) -> Figure:
+    """The main quantities side by side, with one legend."""
+    n_columns = min(len(chosen), 3 if len(chosen) in (5, 6, 9) else 4)
+    n_rows = math.ceil(len(chosen) / n_columns)
+    figure = style.figure(DOUBLE if n_columns > 1 else SINGLE, 0.6 + 1.5 * n_rows)
+    grid = figure.subplots(n_rows, n_columns, squeeze=False)
+    for place, axes in enumerate(grid.flat):
+        if place >= len(chosen):
+            axes.remove()
+            continue
+        quantity = chosen[place]
+        lowest = place + n_columns >= len(chosen)
+        _lines(axes, quantity, series, x, symlog=True, banded=quantity.in_layers, label=lowest)
+        width = figure.get_figwidth() / n_columns - 0.2
+        words = (quantity.title, quantity.subject or quantity.unit)
+        axes.set_title("\n".join(style.wrap(part, width) for part in words if part))
+    rows = pd.concat([quantity.rows for quantity in chosen])
+    style.legend(figure, *_present(rows, series))
+    spread = (
+        "Line: median over layers; bands: middle 50 % and 80 %." if any(q.in_layers for q in chosen) else ""
+    )
+    style.footnote(figure, spread, remarks(rows), _hollow(rows))
+    return figure
+
+
+def main_quantities(found: Sequence[Quantity], n: int = 12) -> list[Quantity]:
+    """The n quantities for an overview: a loss, then each metric in turn, whole layers before heads."""
+    losses = [quantity for quantity in found if quantity.metric in LOSSES]
+    titles: dict[str, list[Quantity]] = {}
+    for quantity in sorted(found, key=lambda quantity: quantity.per_head):
+        if quantity.metric not in LOSSES:
+            titles.setdefault(quantity.title, []).append(quantity)
+    turns = [group[turn] for turn in range(len(found)) for group in titles.values() if turn < len(group)]
+    chosen = losses[:1] + turns[: n - len(losses[:1])]
+    return [quantity for quantity in found if quantity in chosen]
+
+
+def _lines(
+    axes: Axes,
+    quantity: Quantity,
+    series: Sequence[Series],
+    x: Horizontal,
+    *,
+    symlog: bool,
+    banded: bool,
+    label: bool = True,
+) -> None:
+    summaries = _medians(axes, quantity.rows, series)
+    drawn = [summary.median for summary in summaries]
+    if banded:
+        for index, stroke in enumerate(style.strokes(series)):
+            rows = quantity.rows[quantity.rows["series"] == index]
+            if len(rows):
+                style.bands(axes, pooled := summarise(rows), stroke)
+                drawn.append(pooled.levels)
+    style.scale_x(axes, quantity.rows["x"].to_numpy(), x, symlog=symlog, label=label)
+    style.scale_y(axes, drawn, quantity)
+
+
+def _medians(
+    axes: Axes, rows: pd.DataFrame, series: Sequence[Series], *, faint: bool = False
+) -> list[Summary]:
+    """A line for each run through the median at each x."""
+    strokes = style.strokes(series)
+    summaries = []
+    for _, run in rows.groupby(["series", "member"], sort=True):
+        stroke = strokes[run["series"].iloc[0]]
+        summaries.append(summary := summarise(run))
+        if faint:
+            axes.plot(summary.x, summary.median, stroke.dash, color=stroke.colour, alpha=0.45, linewidth=0.6)
+        else:
+            style.line(axes, summary.x, summary.median, summary.hollow, stroke)
+    return summaries
+
+
+def _layer_table(rows: pd.DataFrame) -> pd.DataFrame:
+    """Layers x checkpoints: the median over heads and replicates, nan where there is no value."""
+    cells = rows.groupby(["layer", "x"])["y"].median().unstack()
+    return cells.reindex(range(int(cells.index.max()) + 1)).astype(float)
+
+
+def _colour_scale(tables: Sequence[pd.DataFrame], quantity: Quantity) -> Normalize:
+    values = np.concatenate([table.to_numpy().ravel() for table in tables])
+    if quantity.log:
+        return LogNorm(*style.value_range([values], quantity))
+    low, high = float(np.nanmin(values)), float(np.nanmax(values))
+    return Normalize(low, high) if high > low else Normalize(*style.value_range([values], quantity))
+
+
+def _heat_panel(axes: Axes, table: pd.DataFrame, rows: pd.DataFrame, norm: Normalize) -> Any:
+    axes.grid(False)
+    axes.set_facecolor("0.85")  # shows where there is no value
+    image = axes.imshow(
+        table.to_numpy(), norm=norm, cmap="viridis", aspect="auto", origin="lower", interpolation="nearest"
+    )
+    columns = {value: column for column, value in enumerate(table.columns)}
+    flagged = rows[rows["status"].eq("flagged")]
+    axes.plot(
+        [columns[value] for value in flagged["x"]],
+        flagged["layer"].to_numpy(dtype=float),
+        linestyle="none",
+        marker="o",
+        markersize=2.4,
+        markerfacecolor="none",
+        markeredgecolor="white",
+        markeredgewidth=0.5,
+    )
+    shown = np.unique(np.linspace(0, len(columns) - 1, min(len(columns), 5)).round().astype(int))
+    axes.set_xticks(shown, [style.short(table.columns[column]) for column in shown])
+    every = math.ceil(len(table) / 8)
+    axes.set_yticks(range(0, len(table), every))
+    return image
+
+
+def _present(rows: pd.DataFrame, series: Sequence[Series]) -> tuple[list[Series], list[Stroke]]:
+    """The series that these rows hold, with the strokes they have in every picture."""
+    present = set(rows["series"])
+    pairs = [
+        pair for index, pair in enumerate(zip(series, style.strokes(series), strict=True)) if index in present
+    ]
+    return [one for one, _ in pairs], [stroke for _, stroke in pairs]
+
+
+def _over_heads(quantity: Quantity) -> str:
+    return (
+        quantity.label.replace(", per head", ", median over heads") if quantity.per_head else quantity.label
+    )
+
+
+def _spread(quantity: Quantity) -> str:
+    if not quantity.in_layers:
+        return ""
+    return (
+        f"Line: median over layers{' and heads' if quantity.per_head else ''}; bands: middle 50 % and 80 %."
+    )
+
+
+def _hollow(rows: pd.DataFrame, *, within: str = "x") -> str:
+    """What hollow marks stand for here; ``within`` a layer, or within all that shares an x."""
+    cell = [rows[key] for key in ("member", *KEYS, "x", within)]
+    absent = rows["y"].isna().groupby(cell, dropna=False).mean()
+    partly = bool(absent.between(0, 1, inclusive="neither").any())
+    flagged = bool(rows["status"].eq("flagged").any())
+    words = [word for word, true in (("flagged", flagged), ("some values missing", partly)) if true]
+    return f"Hollow: {' or '.join(words)}." if words else ""

@@ -1,0 +1,99 @@
+"""The run folder: whose it is, and whether what is asked for now is what it was made for."""
+
+import json
+import secrets
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pico_train.checkpoint.format import FORMAT_VERSION
+from pico_train.config import RunConfig, config_hash, differences, load_config, to_yaml
+from pico_train.errors import UserError
+
+RUN_FORMAT = "pico-run"
+
+
+class RunFolderError(UserError):
+    """The folder of a run belongs to something else; the message names what and the ways out."""
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """A run's folder and the identity stored in it."""
+
+    path: Path
+    run_id: str
+    name: str
+    suite: str | None
+
+    @property
+    def checkpoints(self) -> Path:
+        """Where the milestones are."""
+        return self.path / "checkpoints"
+
+    @property
+    def metrics(self) -> Path:
+        """The log of all passes."""
+        return self.path / "metrics.jsonl"
+
+
+def open_run_folder(path: Path, config: RunConfig, *, name: str, suite: str | None) -> RunFolder:
+    """Make the folder of a run, or open it if it was made for the same configuration.
+
+    Keys that no number depends on may have changed; ``config.yaml`` then holds the new ones.
+
+    Raises:
+        RunFolderError: the folder holds something else than a run, or a run of another configuration; the keys that differ are named.
+    """
+    hash_now = config_hash(config)
+    if (path / "run.json").exists():
+        identity = read_identity(path)
+        if identity["config_hash"] != hash_now:
+            before = load_config(path / "config.yaml").model_dump(mode="json")
+            changed = "\n  ".join(differences(before, config.model_dump(mode="json")))
+            raise RunFolderError(
+                f"{path} holds a run of another configuration:\n  {changed}\n"
+                "Set these keys back to go on with that run, or give this one a name of its own (checkpointing.run_name; "
+                "for a suite the key `name`)."
+            )
+    else:
+        if path.exists() and any(path.iterdir()):
+            raise RunFolderError(
+                f"{path} exists and holds no run (there is no run.json); give this run another checkpointing.run_name or runs_dir"
+            )
+        path.mkdir(parents=True, exist_ok=True)
+        identity = {
+            "format": RUN_FORMAT,
+            "format_version": FORMAT_VERSION,
+            "run_id": secrets.token_hex(16),
+            "run": name,
+            "suite": suite,
+            "config_hash": hash_now,
+        }
+    _replace(path / "config.yaml", to_yaml(config))
+    _replace(path / "run.json", json.dumps(identity, indent=1) + "\n")
+    return RunFolder(path, identity["run_id"], identity["run"], identity["suite"])
+
+
+def read_identity(path: Path) -> dict[str, Any]:
+    """``run.json`` of the run folder ``path``.
+
+    Raises:
+        RunFolderError: ``path`` is not a run folder, or its ``run.json`` is not one of ours.
+    """
+    file = path / "run.json"
+    try:
+        identity = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise RunFolderError(f"{path} is not the folder of a run: it has no run.json") from None
+    except (OSError, ValueError) as error:
+        raise RunFolderError(f"{file} cannot be read: {error}") from None
+    if not isinstance(identity, dict) or identity.get("format") != RUN_FORMAT:
+        raise RunFolderError(f"{file} does not describe a run of format {RUN_FORMAT}")
+    return identity
+
+
+def _replace(file: Path, text: str) -> None:
+    staging = file.with_name(f"{file.name}.tmp")
+    staging.write_text(text, encoding="utf-8")
+    staging.replace(file)

@@ -1,0 +1,103 @@
+"""Finding where a run stands, putting a stored state back, and checking a whole trail."""
+
+import hashlib
+import json
+import logging
+from pathlib import Path
+
+from safetensors.torch import load_file
+
+from pico_train.checkpoint.contents import OPTIMIZER, STATE, WEIGHTS
+from pico_train.checkpoint.folder import read_identity
+from pico_train.checkpoint.format import (
+    MANIFEST,
+    CheckpointError,
+    Manifest,
+    file_hash,
+    read_manifest,
+    step_folders,
+)
+from pico_train.checkpoint.write import set_aside
+from pico_train.model.huggingface import load_llama_state_dict
+from pico_train.optim import load_state_by_name
+from pico_train.state import TrainState, load_scaler_state
+
+log = logging.getLogger(__name__)
+
+
+def newest_complete(checkpoints: Path, *, below: int) -> tuple[Path, Manifest] | None:
+    """The complete checkpoint with the greatest step smaller than ``below``, None if there is none."""
+    for step, folder in reversed(step_folders(checkpoints).items()):
+        if step < below:
+            try:
+                return folder, read_manifest(folder)
+            except CheckpointError:
+                continue
+    return None
+
+
+def resume(checkpoints: Path, state: TrainState) -> Manifest | None:
+    """Put the newest checkpoint whose weights and training state are what was written into ``state``.
+
+    A newer folder that is not complete, or not what was written, is renamed to ``<name>.damaged`` with a note that names the file.
+    Returns the manifest, None where there is no checkpoint.
+    """
+    for folder in reversed(step_folders(checkpoints).values()):
+        try:
+            manifest = read_manifest(folder)
+            for path in (WEIGHTS, OPTIMIZER, STATE):
+                check_file(folder, manifest, path)
+        except CheckpointError as error:
+            log.warning("%s. The folder is set aside as %s", error, set_aside(folder).name)
+            continue
+        load_llama_state_dict(state.model, load_file(folder / WEIGHTS))
+        load_state_by_name(state.model, state.optimizer, load_file(folder / OPTIMIZER))
+        counters = json.loads((folder / STATE).read_text(encoding="utf-8"))
+        state.step, state.skipped_updates = counters["step"], counters["skipped_updates"]
+        if state.scaler and counters["gradient_scaler"]:
+            load_scaler_state(state.scaler, counters["gradient_scaler"])
+        return manifest
+    return None
+
+
+def check_file(folder: Path, manifest: Manifest, path: str) -> None:
+    """Compare a file of a checkpoint with the hash in its manifest; raise CheckpointError where they differ."""
+    expected = {row.path: row.sha256 for row in manifest.files}
+    if path not in expected:
+        raise CheckpointError(f"{folder / MANIFEST} does not list {path}")
+    if file_hash(folder / path) != expected[path]:
+        raise CheckpointError(f"{folder / path} is not what was written: its SHA-256 differs from {MANIFEST}")
+
+
+def parent_hash(folder: Path) -> str:
+    """SHA-256 of the manifest at ``folder``: what the next checkpoint stores as its parent."""
+    return hashlib.sha256((folder / MANIFEST).read_bytes()).hexdigest()
+
+
+def verify_run(run: Path) -> tuple[int, list[str]]:
+    """Check every file hash, and the lineage, of all checkpoints of a run: how many there are, and the faults, oldest first.
+
+    The lineage holds when each checkpoint is of this run and names as its parent the manifest of the checkpoint before it.
+    """
+    run_id = read_identity(run)["run_id"]
+    folders = step_folders(run / "checkpoints")
+    faults: list[str] = []
+    previous: tuple[int, str] | None = None
+    for step, folder in folders.items():
+        try:
+            manifest = read_manifest(folder)
+            for row in manifest.files:
+                check_file(folder, manifest, row.path)
+        except CheckpointError as error:
+            faults.append(str(error))
+            previous = None
+            continue
+        if manifest.step != step:
+            faults.append(f"{folder} holds step {manifest.step}")
+        if manifest.run.id != run_id:
+            faults.append(f"{folder} belongs to another run: {manifest.run.name}, id {manifest.run.id}")
+        parent = manifest.parent
+        if previous and (parent is None or (parent.step, parent.manifest_sha256) != previous):
+            faults.append(f"{folder} does not follow step {previous[0]}, the checkpoint before it")
+        previous = (step, parent_hash(folder))
+    return len(folders), faults

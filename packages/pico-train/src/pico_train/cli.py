@@ -1,0 +1,219 @@
+"""The command line ``pico-train``: a thin layer over the functions of this package. Nothing slow is imported before it is needed."""
+
+import json
+import logging
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from functools import wraps
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from pico_train.errors import PicoError, UserError
+
+if TYPE_CHECKING:
+    from pico_train.suite import Suite
+
+
+def reports_errors(command: Callable[..., None]) -> Callable[..., None]:
+    """End a command with one message and its exit code where the user or the machine is at fault."""
+
+    @wraps(command)
+    def run(*args: Any, **kwargs: Any) -> None:
+        try:
+            command(*args, **kwargs)
+        except PicoError as error:
+            click.echo(f"error: {error}", err=True)
+            sys.exit(error.exit_code)
+        except KeyboardInterrupt:
+            click.echo("interrupted: the same command goes on from the newest checkpoint", err=True)
+            sys.exit(130)
+
+    return run
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="pico-train")
+def main() -> None:
+    """Train suites of small language models and keep the trail of how they learn."""
+
+
+@main.command()
+@click.argument("words", nargs=-1, metavar="CONFIG [KEY.SUB=VALUE]...")
+@click.option("--config", "--config_path", "config", type=click.Path(path_type=Path), help="YAML of a run or a suite.")
+@click.option("--dry-run", is_flag=True, help="Print runs, steps, parameters, tokens, disk and memory; start nothing.")
+@reports_errors
+def run(words: tuple[str, ...], config: Path | None, dry_run: bool) -> None:
+    """Train the run or the suite that CONFIG describes, or go on where it stopped."""
+    suite = _load(words, config)
+    if dry_run:
+        _print_plan(suite)
+        return
+    _log_to_console(suite.runs[0].monitoring.logging.log_level)
+    from pico_train.run import train_suite  # torch and lightning take seconds
+
+    results = train_suite(suite, command=["pico-train", *sys.argv[1:]])
+    for result in results:
+        if result.sample is not None:
+            click.echo(f"\n{result.run} writes:\n{_indented(result.sample)}")
+    click.echo("\nnats per token at the final weights")
+    _print_table(
+        (
+            "run",
+            "parameters",
+            "tokens",
+            "train loss",
+            "held-out loss",
+            "unigram entropy",
+            "seconds",
+            "folder",
+        ),
+        [
+            (
+                result.run,
+                f"{result.n_parameters:,}",
+                f"{result.tokens:,}",
+                _number(result.loss),
+                _number(result.val_loss),
+                _number(result.unigram_entropy),
+                f"{result.seconds:.0f}",
+                str(result.path),
+            )
+            for result in results
+        ],
+    )
+
+
+@main.group()
+def data() -> None:
+    """Look at the data of a run."""
+
+
+@data.command()
+@click.option("--run", "run_folder", required=True, type=click.Path(path_type=Path), help="Folder of the run.")
+@click.option("--step", required=True, type=click.IntRange(min=0), help="Which batch.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object per sequence: sample_id, token_ids, text.")
+@reports_errors
+def at(run_folder: Path, step: int, as_json: bool) -> None:
+    """Print the sample ids and the text of the batch of a step, from the token cache and the seed alone."""
+    from pico_train.run import samples_at
+
+    for sample in samples_at(run_folder, step):
+        if as_json:
+            click.echo(json.dumps(asdict(sample), ensure_ascii=False))
+        else:
+            click.echo(f"--- sample {sample.sample_id}\n{sample.text}")
+
+
+@main.command()
+@click.argument("runs_dir", type=click.Path(path_type=Path), default="runs")
+@reports_errors
+def ls(runs_dir: Path) -> None:
+    """List the runs in RUNS_DIR (default: runs) and the steps they have saved."""
+    from pico_train.listing import list_runs
+
+    rows = [
+        (
+            entry.run,
+            entry.suite or "",
+            f"{entry.n_parameters:,}",
+            f"{entry.step:,} of {entry.max_steps:,}",
+            _number(entry.loss),
+            f"{len(entry.saved_steps)}: {_span(entry.saved_steps)}",
+        )
+        for entry in list_runs(runs_dir)
+    ]
+    _print_table(("run", "suite", "parameters", "step", "loss", "checkpoints"), rows)
+
+
+@main.command()
+@click.argument("run_folder", type=click.Path(path_type=Path))
+@reports_errors
+def verify(run_folder: Path) -> None:
+    """Check every file of a run against its hash, and that each checkpoint follows the one before."""
+    from pico_train.checkpoint.resume import verify_run
+
+    n_checkpoints, faults = verify_run(run_folder)
+    for fault in faults:
+        click.echo(fault, err=True)
+    click.echo(f"{run_folder}: {n_checkpoints} checkpoints, {len(faults)} faults")
+    if faults:
+        sys.exit(1)
+
+
+@main.command()
+@click.option("--suite", is_flag=True, help="The schema of a suite's file instead of a run's.")
+def schema(suite: bool) -> None:
+    """Print the JSON schema of a configuration file."""
+    from pico_train import config
+    from pico_train import suite as suites
+
+    click.echo(json.dumps(suites.json_schema() if suite else config.json_schema(), indent=1))
+
+
+def _load(words: tuple[str, ...], config: Path | None) -> "Suite":
+    """The suite that the command line names: the first word without ``=`` is the file, unless ``--config`` gives it."""
+    from pico_train.suite import load
+
+    overrides = list(words)
+    if config is None and words and "=" not in words[0]:
+        config = Path(overrides.pop(0))
+    if config is None:
+        raise UserError("name the YAML of a run or a suite: pico-train run CONFIG [KEY.SUB=VALUE]...")
+    return load(config, overrides)
+
+
+def _print_plan(suite: "Suite") -> None:
+    from pico_train.config import not_built_yet
+    from pico_train.estimate import estimate
+
+    disk = 0
+    for config in suite.runs:
+        needs = estimate(config)
+        disk += needs.disk_bytes
+        click.echo(
+            f"{config.checkpointing.run_name}: {needs.n_parameters:,} parameters, {config.training.max_steps:,} steps, "
+            f"{needs.tokens:,} tokens, disk {_size(needs.disk_bytes)}, memory {_size(needs.memory_bytes)}\n"
+            f"  {len(needs.save_steps)} checkpoints: {', '.join(map(str, needs.save_steps))}"
+        )
+    click.echo(f"{len(suite.runs)} runs, disk {_size(disk)}; nothing was started")
+    for problem in dict.fromkeys(problem for config in suite.runs for problem in not_built_yet(config)):
+        click.echo(f"would be refused: {problem}")
+
+
+def _print_table(header: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    for row in (header, *rows):
+        click.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4f}"
+
+
+def _size(n_bytes: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if n_bytes < 1000:
+            return f"{n_bytes:.3g} {unit}"
+        n_bytes /= 1000
+    return f"{n_bytes:,.3g} TB"
+
+
+def _span(steps: list[int]) -> str:
+    """``0, 1, 2 ... 900``: the first three and the last."""
+    return ", ".join(map(str, steps)) if len(steps) <= 4 else f"{', '.join(map(str, steps[:3]))} ... {steps[-1]}"
+
+
+def _indented(text: str) -> str:
+    return "\n".join(f"  | {line}" for line in text.splitlines())
+
+
+def _log_to_console(level: str) -> None:
+    from pico_train.logs import ConsoleHandler
+
+    logger = logging.getLogger("pico_train")
+    logger.setLevel(level)
+    logger.addHandler(ConsoleHandler())
+    logger.propagate = False

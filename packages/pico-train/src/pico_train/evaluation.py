@@ -1,0 +1,121 @@
+"""What is asked of the weights beside training: the loss over held-out windows, and a sample of text."""
+
+import json
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from pico_train.checkpoint.format import file_hash
+from pico_train.config import EvaluationConfig
+from pico_train.data.batches import Batch, probe
+from pico_train.data.cache import TokenCache
+from pico_train.data.tokenizer import Tokenizer
+from pico_train.model.decoder import PicoDecoder
+from pico_train.model.generation import generate
+from pico_train.state import TrainState
+
+
+@dataclass(frozen=True)
+class Evaluator:
+    """Evaluates a saved checkpoint and stores each result under ``evaluations/step_<N>/``, keyed by the hash of its weights."""
+
+    run: Path
+    section: EvaluationConfig
+    cache: TokenCache
+    device: torch.device
+    autocast: Callable[[], AbstractContextManager[Any]]
+
+    def __call__(self, state: TrainState) -> float | None:
+        """Do what ``evaluation.metrics`` lists and return the held-out loss in nats, None if it is not among them.
+
+        What is stored already for the very weights is not computed again.
+        """
+        weights = file_hash(self.run / "checkpoints" / f"step_{state.step}" / "model.safetensors")
+        loss: float | None = None
+        for name in self.section.metrics or ():
+            assert name != "paloma", "refused before training"
+            settings = getattr(self.section, name).model_dump(exclude={"batch_size"})
+            made_from = {"step": state.step, "weights_sha256": weights, "settings": settings}
+            path = self.run / "evaluations" / f"step_{state.step}" / f"{name}.json"
+            result = stored_result(path, made_from)
+            if result is None:
+                with self.autocast():
+                    computed = self._held_out(state.model) if name == "held_out" else self._sample(state.model)
+                result = made_from | computed
+                store_result(path, result)
+            if name == "held_out":
+                loss = result["loss"]
+        return loss
+
+    def _held_out(self, model: PicoDecoder) -> dict[str, Any]:
+        section, seq_len = self.section.held_out, model.config.max_seq_len
+        n_windows = section.max_windows or self.cache.n_windows("held_out", seq_len)
+        windows = probe(self.cache, n_windows, seq_len)
+        return {
+            "loss": held_out_loss(model, windows, batch_size=section.batch_size, device=self.device),
+            "n_windows": len(windows.input_ids),
+            "n_tokens": windows.n_scored,
+            "unigram_entropy": self.cache.unigram_entropy_nats,  # of the training tokens, for comparison
+        }
+
+    def _sample(self, model: PicoDecoder) -> dict[str, Any]:
+        return {"text": sample_text(model, self.cache.tokenizer, **self.section.sample.model_dump())}
+
+
+@torch.no_grad()
+def held_out_loss(model: PicoDecoder, windows: Batch, *, batch_size: int, device: torch.device) -> float:
+    """Mean cross-entropy in nats over all scored tokens of ``windows``, in evaluation mode.
+
+    ``batch_size`` sequences go through the model at a time; it changes the result by rounding only.
+    """
+    was_training = model.training
+    model.eval()
+    try:
+        total = 0.0
+        for part in windows.split(batch_size):
+            part = part.to(device)
+            logits = model(part.inputs).flatten(0, 1).float()  # (B T, V)
+            total += float(F.cross_entropy(logits, part.labels.flatten(), reduction="sum"))
+        return total / windows.n_scored
+    finally:
+        model.train(was_training)
+
+
+def sample_text(
+    model: PicoDecoder,
+    tokenizer: Tokenizer,
+    *,
+    prompt: str,
+    max_new_tokens: int,
+    temperature: float,
+    seed: int,
+) -> str:
+    """``prompt``, as the beginning of a document, and what the model writes after it."""
+    ids = [tokenizer.bos_id, *tokenizer.encode_batch([prompt])[0]]
+    new_ids = generate(
+        model, ids, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed, eos_id=tokenizer.eos_id
+    )
+    return prompt + tokenizer.decode([token for token in new_ids if token != tokenizer.eos_id])
+
+
+def stored_result(path: Path, made_from: dict[str, Any]) -> dict[str, Any] | None:
+    """The result at ``path`` if it was made from the same: the step, the hash of the weights, the settings."""
+    try:
+        result = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    same = isinstance(result, dict) and all(result.get(key) == value for key, value in made_from.items())
+    return result if same else None
+
+
+def store_result(path: Path, result: dict[str, Any]) -> None:
+    """Write one result, whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    staging = path.with_name(f"{path.name}.tmp")
+    staging.write_text(json.dumps(result, indent=1, allow_nan=False, ensure_ascii=False) + "\n", encoding="utf-8")
+    staging.replace(path)

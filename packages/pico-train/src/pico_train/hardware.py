@@ -1,0 +1,104 @@
+"""Which device and precision a run uses: ``auto`` resolved, printed once and stored in every manifest."""
+
+import platform
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from pico_train.errors import UserError
+
+if TYPE_CHECKING:
+    from lightning.fabric import Fabric
+
+    from pico_train.config import FabricConfig
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """What ``auto`` came to: Lightning's accelerator and precision words, the device's name, and the CPU threads."""
+
+    accelerator: str
+    precision: str
+    device_name: str
+    n_threads: int
+
+    def __str__(self) -> str:
+        return f"{self.device_name} ({self.accelerator}), precision {self.precision}, {self.n_threads} CPU threads"
+
+
+def choose_hardware(section: "FabricConfig") -> Hardware:
+    """Resolve ``training.fabric`` on this machine.
+
+    ``auto`` takes CUDA, then MPS, then the CPU; precision ``auto`` is fp32 on CPU and MPS, fp16 with a loss scaler on CUDA
+    devices before Ampere, bf16 autocast from Ampere on.
+
+    Raises:
+        UserError: the device asked for is not there, or cannot do the precision asked for.
+    """
+    accelerator = _accelerator(section.accelerator)
+    precision = section.precision
+    if precision == "auto":
+        precision = "32-true"
+        if accelerator == "cuda":
+            precision = "bf16-mixed" if torch.cuda.get_device_capability()[0] >= 8 else "16-mixed"
+    if precision == "16-mixed" and accelerator != "cuda":
+        raise UserError(
+            f"training.fabric.precision: '16-mixed' needs a CUDA device and this run is on {accelerator}; "
+            "use 'auto', '32-true' or 'bf16-mixed'"
+        )
+    if section.num_threads is not None:
+        torch.set_num_threads(section.num_threads)
+    return Hardware(accelerator, precision, _device_name(accelerator), torch.get_num_threads())
+
+
+def _accelerator(asked: str) -> str:
+    there: dict[str, Callable[[], bool]] = {
+        "cuda": torch.cuda.is_available,
+        "mps": torch.backends.mps.is_available,
+        "cpu": lambda: True,
+    }
+    if asked == "auto":
+        return next(name for name, available in there.items() if available())
+    name = "cuda" if asked == "gpu" else asked
+    if not there[name]():
+        found = ", ".join(name for name, available in there.items() if available())
+        raise UserError(f"training.fabric.accelerator: {asked!r} is not on this machine; there is: {found} (or 'auto')")
+    return name
+
+
+def _device_name(accelerator: str) -> str:
+    if accelerator == "cuda":
+        return torch.cuda.get_device_name()
+    with suppress(OSError):  # Linux names the model of the processor here, platform only its architecture
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def start_fabric(hardware: Hardware) -> "Fabric":
+    """Lightning Fabric on one device of ``hardware``."""
+    from lightning.fabric import Fabric  # takes seconds to import, and most commands do not train
+
+    plugin: Any = {"accelerator": hardware.accelerator, "devices": 1, "precision": hardware.precision}
+    return Fabric(**plugin)
+
+
+def peak_memory(device: torch.device) -> int | None:
+    """The highest resident memory of this process so far in bytes; on CUDA the highest allocated device memory.
+
+    None on Windows, which keeps no such figure.
+    """
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    if sys.platform == "win32":
+        return None
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # Linux counts in KiB

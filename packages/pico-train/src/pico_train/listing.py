@@ -1,0 +1,61 @@
+"""What runs there are: read from their folders, without torch."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from pico_train.checkpoint.folder import read_identity
+from pico_train.checkpoint.format import CheckpointError, read_manifest, step_folders
+from pico_train.config import load_config
+from pico_train.errors import UserError
+from pico_train.metrics_log import read_rows
+
+
+@dataclass(frozen=True)
+class RunEntry:
+    """One run: how far it is, its last training loss in nats, and the steps whose checkpoints are complete."""
+
+    run: str
+    suite: str | None
+    n_parameters: int
+    step: int
+    max_steps: int
+    loss: float | None
+    saved_steps: list[int]
+
+
+def list_runs(runs_dir: Path) -> list[RunEntry]:
+    """The runs below ``runs_dir``, by parameters and then name.
+
+    Raises:
+        UserError: there is no such folder, or no run in it.
+    """
+    if not runs_dir.is_dir():
+        raise UserError(f"{runs_dir} is not a folder; name the folder that holds the runs (checkpointing.runs_dir)")
+    entries = [_entry(file.parent) for file in sorted(runs_dir.glob("*/run.json"))]
+    if not entries:
+        raise UserError(f"{runs_dir} holds no run (no folder in it has a run.json)")
+    return sorted(entries, key=lambda entry: (entry.n_parameters, entry.run))
+
+
+def _entry(run: Path) -> RunEntry:
+    identity, config, rows = (
+        read_identity(run),
+        load_config(run / "config.yaml"),
+        read_rows(run / "metrics.jsonl"),
+    )
+    saved = []
+    for step, folder in step_folders(run / "checkpoints").items():
+        try:
+            read_manifest(folder)
+        except CheckpointError:
+            continue
+        saved.append(step)
+    return RunEntry(
+        run=identity["run"],
+        suite=identity["suite"],
+        n_parameters=config.model.n_parameters,
+        step=rows[-1]["step"] if rows else 0,
+        max_steps=config.training.max_steps,
+        loss=rows[-1]["loss"] if rows else None,
+        saved_steps=saved,
+    )

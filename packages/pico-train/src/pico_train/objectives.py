@@ -1,0 +1,22 @@
+"""What a pass minimises: functions ``(model, batch, step) -> loss``, the mean over the scored tokens of the batch in nats."""
+
+from typing import Protocol
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pico_train.data.batches import Batch
+
+
+class Objective(Protocol):
+    """A loss of one (micro-)batch: the mean over its scored tokens, so that the loop can weight micro-batches by them."""
+
+    def __call__(self, model: nn.Module, batch: Batch, step: int) -> Tensor:
+        """The loss of ``batch`` at pass ``step``: a scalar tensor with a gradient."""
+        ...
+
+
+def next_token(model: nn.Module, batch: Batch, step: int) -> Tensor:
+    """Cross-entropy of every token given the tokens before it in its window, in nats."""
+    logits = model(batch.inputs)  # (B, T, V)
+    return F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten())  # flat: transposed logits cost 5x on a CPU

@@ -1,0 +1,104 @@
+"""The optimizer and the learning rate: which parameters decay, how the rate moves, and the optimizer's state by parameter name."""
+
+import math
+from collections.abc import Mapping
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+MOMENTS = ("exp_avg", "exp_avg_sq", "step")
+Schedule = Literal["linear_with_warmup", "linear", "cosine", "wsd", "constant"]
+
+
+def adamw(
+    model: nn.Module,
+    *,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    decay_on: Literal["matrices", "all"],
+    fused: bool,
+) -> torch.optim.AdamW:
+    """AdamW over the parameters of ``model`` in two groups: those that decay and those that do not.
+
+    ``decay_on="matrices"`` decays the weight matrices of the blocks and leaves norms and embeddings alone; ``"all"`` decays every
+    parameter, as the published code does. The learning rate is set before each update.
+    """
+    decays: list[nn.Parameter] = []
+    rests: list[nn.Parameter] = []
+    for name, parameter in model.named_parameters():
+        is_matrix = parameter.ndim >= 2 and "embedding" not in name
+        (decays if decay_on == "all" or is_matrix else rests).append(parameter)
+    groups = [{"params": decays, "weight_decay": weight_decay}, {"params": rests, "weight_decay": 0.0}]
+    return torch.optim.AdamW([g for g in groups if g["params"]], lr=0.0, betas=betas, eps=eps, fused=fused)
+
+
+def learning_rate(
+    step: int,
+    *,
+    schedule: Schedule,
+    peak: float,
+    warmup_steps: int,
+    max_steps: int,
+    min_ratio: float,
+    decay_fraction: float,
+) -> float:
+    """The learning rate of update ``step`` (0-based).
+
+    ``linear_with_warmup`` is the published curve: ``peak * step / warmup``, so the first update has rate 0, then straight down to
+    0 at ``max_steps``. The others warm up as ``peak * (step + 1) / warmup`` and then go from ``peak`` to ``min_ratio * peak`` at
+    ``max_steps``: ``linear`` straight, ``cosine`` along half a cosine, ``wsd`` flat and straight down over the last
+    ``decay_fraction`` of all steps; ``constant`` stays at ``peak``.
+    """
+    if schedule == "linear_with_warmup":
+        if step < warmup_steps:
+            return peak * step / max(1, warmup_steps)
+        return peak * max(0.0, (max_steps - step) / max(1, max_steps - warmup_steps))
+    if step < warmup_steps:
+        return peak * (step + 1) / warmup_steps
+    if schedule == "constant":
+        return peak
+    begin = warmup_steps if schedule != "wsd" else max(warmup_steps, round(max_steps * (1 - decay_fraction)))
+    done = min(1.0, max(0.0, (step - begin) / max(1, max_steps - begin)))
+    left = (1 + math.cos(math.pi * done)) / 2 if schedule == "cosine" else 1 - done
+    return peak * (min_ratio + (1 - min_ratio) * left)
+
+
+def state_by_name(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """The optimizer's tensors as ``<parameter name>.<moment>`` in the model's order; empty before the first update."""
+    return {
+        f"{name}.{moment}": optimizer.state[parameter][moment]
+        for name, parameter in model.named_parameters()
+        if parameter in optimizer.state
+        for moment in MOMENTS
+    }
+
+
+def load_state_by_name(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor]) -> None:
+    """Put what ``state_by_name`` returned back into ``optimizer``, whose parameters must be exactly those of the stored state.
+
+    Raises:
+        ValueError: a tensor is missing, left over, or of another shape; the message lists the names.
+    """
+    if not tensors:  # stored before the first update
+        return
+    parameters = dict(model.named_parameters())
+    expected = {f"{name}.{moment}" for name in parameters for moment in MOMENTS}
+    problems = [f"missing: {name}" for name in sorted(expected - tensors.keys())]
+    problems += [f"not of this model: {name}" for name in sorted(tensors.keys() - expected)]
+    problems += [
+        f"{name}.{moment} has shape {tuple(tensors[key].shape)}, the parameter {tuple(parameter.shape)}"
+        for name, parameter in parameters.items()
+        for moment in ("exp_avg", "exp_avg_sq")
+        if (key := f"{name}.{moment}") in tensors and tensors[key].shape != parameter.shape
+    ]
+    if problems:
+        raise ValueError("the stored optimizer state does not fit the model:\n  " + "\n  ".join(problems))
+    for name, parameter in parameters.items():
+        device = parameter.device
+        optimizer.state[parameter] = {
+            # fused AdamW keeps its step count on the parameter's device
+            moment: tensors[f"{name}.{moment}"].to(device, copy=True)
+            for moment in MOMENTS
+        }

@@ -1,0 +1,237 @@
+"""The composition root of pico-train: a configuration becomes objects, the objects go into the loop."""
+
+import json
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pico_train.capture import CaptureRule, modules_to_capture
+from pico_train.checkpoint.contents import probe_hash
+from pico_train.checkpoint.folder import RunFolder, RunFolderError, open_run_folder, read_identity
+from pico_train.checkpoint.resume import resume
+from pico_train.checkpoint.save import Saver
+from pico_train.config import RunConfig, load_config, not_built_yet
+from pico_train.data.batches import Batches, Sample, probe
+from pico_train.data.cache import TokenCache, open_cache
+from pico_train.errors import UserError
+from pico_train.evaluation import Evaluator
+from pico_train.hardware import choose_hardware, start_fabric
+from pico_train.logs import Progress, log_to
+from pico_train.loop import Passes
+from pico_train.loop import train as train_loop
+from pico_train.metrics_log import MetricsLog, Row, read_rows
+from pico_train.model.decoder import PicoDecoder
+from pico_train.objectives import next_token
+from pico_train.optim import adamw, learning_rate
+from pico_train.state import TrainState
+from pico_train.strict_yaml import ConfigError
+from pico_train.suite import Suite
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """Where a finished run is and how it ended: losses in nats per token at the final weights, None where not evaluated."""
+
+    run: str
+    path: Path
+    n_parameters: int
+    steps: int
+    tokens: int
+    loss: float | None
+    val_loss: float | None
+    unigram_entropy: float | None
+    sample: str | None
+    seconds: float
+
+
+def train_suite(suite: Suite, command: Sequence[str]) -> list[RunResult]:
+    """Train every run of a suite, one after the other; a finished one is left as it is.
+
+    Raises:
+        ConfigError: a run asks for what this version cannot do; nothing was started.
+    """
+    problems = list(dict.fromkeys(problem for config in suite.runs for problem in not_built_yet(config)))
+    if problems:
+        raise ConfigError(str(suite.path), problems)
+    return [train_run(config, suite=suite.name, command=command) for config in suite.runs]
+
+
+def train_run(config: RunConfig, *, suite: str | None, command: Sequence[str]) -> RunResult:
+    """Train one run to its end, from wherever it stands."""
+    began = time.perf_counter()
+    name = config.checkpointing.run_name
+    assert name is not None, "the loader names every run"
+    folder = open_run_folder(Path(config.checkpointing.runs_dir) / name, config, name=name, suite=suite)
+    with log_to(folder.path / "train.log", config.monitoring.logging.log_level):
+        rows = read_rows(folder.metrics)
+        if rows and rows[-1]["step"] == config.training.max_steps:
+            log.info("%s is finished: %d steps, in %s", name, config.training.max_steps, folder.path)
+        else:
+            cache = open_cache(config.data, model_vocab_size=config.model.vocab_size)
+            with torch.random.fork_rng():  # the loop seeds every pass; the caller's random state is left alone
+                _train(folder, config, cache, tuple(command))
+    return _result(folder, config, time.perf_counter() - began)
+
+
+def _train(folder: RunFolder, config: RunConfig, cache: TokenCache, command: tuple[str, ...]) -> None:
+    """Build what a run needs, put the newest checkpoint back, and hand over to the loop."""
+    optimization, dynamics = config.training.optimization, config.checkpointing.learning_dynamics
+    seq_len, max_steps = config.model.max_seq_len, config.training.max_steps
+    hardware = choose_hardware(config.training.fabric)
+    fabric = start_fabric(hardware)
+    scaler: torch.amp.GradScaler | None = getattr(fabric.strategy.precision, "scaler", None)
+
+    model = PicoDecoder(config.model)
+    model.initialize(config.seeds.weights)
+    optimizer = adamw(
+        model,
+        betas=optimization.betas,
+        eps=optimization.eps,
+        weight_decay=optimization.weight_decay,
+        decay_on=optimization.weight_decay_on,
+        fused=hardware.accelerator != "mps" and scaler is None,  # fused AdamW would unscale a second time
+    )
+    forward, fabric_optimizer = fabric.setup(model, optimizer)
+    batches = _batches(config, cache)
+    rule = _capture_rule(config, model)
+    probe_batch = probe(cache, dynamics.probe_windows, seq_len) if rule and dynamics.eval_data else None
+
+    state = TrainState(step=0, skipped_updates=0, model=model, optimizer=optimizer, scaler=scaler)
+    if not config.checkpointing.training.auto_resume and any(folder.checkpoints.glob("step_*")):
+        raise RunFolderError(
+            f"{folder.path} has checkpoints and checkpointing.training.auto_resume is false: "
+            "set it to true to go on from them, or give this run another checkpointing.run_name"
+        )
+    manifest = resume(folder.checkpoints, state)
+    if manifest and manifest.data.fingerprint != cache.fingerprint:
+        raise RunFolderError(
+            f"{folder.path} was trained on other data: its token cache had the fingerprint {manifest.data.fingerprint[:16]}, "
+            f"the text at hand gives {cache.fingerprint[:16]}. Bring that text and tokenizer back, or give this run another "
+            "checkpointing.run_name"
+        )
+
+    save_at = frozenset(config.checkpointing.save_steps(max_steps))
+    passes = Passes(
+        max_steps=max_steps,
+        micro_batch_size=batches.batch_size // optimization.gradient_accumulation_steps,
+        learning_rate=partial(
+            learning_rate,
+            schedule=optimization.lr_scheduler,
+            peak=optimization.lr,
+            warmup_steps=optimization.lr_warmup_steps,
+            max_steps=max_steps,
+            min_ratio=optimization.min_lr_ratio,
+            decay_fraction=optimization.decay_fraction,
+        ),
+        max_grad_norm=optimization.max_grad_norm,
+        non_finite=config.training.non_finite,
+        max_skips=config.training.max_skips,
+        dropout_seed=config.seeds.dropout,
+        data_seed=config.seeds.data,
+        save_at=save_at,
+        evaluate_at=save_at if config.evaluation.metrics else frozenset(),
+        rule=rule,
+        probe=probe_batch,
+        probe_batch_size=dynamics.batch_size,
+    )
+    batch_tokens = batches.batch_size * seq_len
+    log.info(
+        f"{folder.name}: {config.model.n_parameters:,} parameters; {batches.batch_size} sequences x {seq_len} tokens = "
+        f"{batch_tokens:,} tokens a step, {passes.micro_batch_size} sequences at a time; "
+        f"{max_steps:,} steps = {max_steps * batch_tokens:,} tokens, from step {state.step:,}; {hardware}"
+    )
+    progress = Progress(
+        folder.name, begin=state.step, max_steps=max_steps, every=config.monitoring.logging.log_every_n_steps
+    )
+    with MetricsLog(folder.metrics, state.step) as metrics, progress:
+
+        def log_row(row: Row) -> None:
+            metrics.append(row)
+            progress.show(row)
+
+        train_loop(
+            state,
+            passes,
+            fabric=fabric,
+            forward=forward,
+            optimizer=fabric_optimizer,
+            batches=batches,
+            objective=next_token,
+            save=Saver(
+                folder=folder,
+                config=config,
+                cache=cache,
+                hardware=hardware,
+                rule=rule,
+                probe_hash=probe_hash(probe_batch.input_ids) if probe_batch else None,
+                command=command,
+                before_publishing=metrics.sync,
+            ),
+            evaluate=Evaluator(folder.path, config.evaluation, cache, fabric.device, fabric.autocast),
+            log=log_row,
+        )
+
+
+def _capture_rule(config: RunConfig, model: PicoDecoder) -> CaptureRule | None:
+    """The rule of ``checkpointing.learning_dynamics``, None where nothing is captured."""
+    section = config.checkpointing.learning_dynamics
+    if not section.layer_suffixes:
+        return None
+    rule = section.effective_rule
+    return CaptureRule(
+        rule=rule,
+        modules=modules_to_capture(model, section.layer_suffixes),
+        position=section.sequence_idx if rule == "position" else None,
+        tokens_per_sequence=section.tokens_per_sequence if rule == "sample" else None,
+    )
+
+
+def samples_at(run: Path, step: int) -> list[Sample]:
+    """The sequences of batch ``step`` of a run, from the token cache and the data seed alone."""
+    read_identity(run)
+    config = load_config(run / "config.yaml")
+    if step > config.training.max_steps:
+        raise UserError(f"--step {step}: {run} has the steps 0 to {config.training.max_steps}")
+    return _batches(config, open_cache(config.data, model_vocab_size=config.model.vocab_size)).describe(step)
+
+
+def _batches(config: RunConfig, cache: TokenCache) -> Batches:
+    return Batches(
+        cache,
+        batch_size=config.data.dataloader.batch_size,
+        seq_len=config.model.max_seq_len,
+        seed=config.seeds.data,
+        shuffle=config.data.dataloader.shuffle,
+    )
+
+
+def _result(folder: RunFolder, config: RunConfig, seconds: float) -> RunResult:
+    """How a run ended, from its files."""
+    steps = config.training.max_steps
+    last = read_rows(folder.metrics)[-1]
+    evaluations = folder.path / "evaluations" / f"step_{steps}"
+
+    def evaluated(name: str, key: str) -> Any:
+        path = evaluations / f"{name}.json"
+        return json.loads(path.read_text(encoding="utf-8"))[key] if path.exists() else None
+
+    return RunResult(
+        run=folder.name,
+        path=folder.path,
+        n_parameters=config.model.n_parameters,
+        steps=steps,
+        tokens=last["tokens"],
+        loss=last["loss"],
+        val_loss=last["val_loss"],
+        unigram_entropy=evaluated("held_out", "unigram_entropy"),
+        sample=evaluated("sample", "text"),
+        seconds=seconds,
+    )

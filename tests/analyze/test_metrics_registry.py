@@ -1,0 +1,219 @@
+import inspect
+import itertools
+import math
+import subprocess
+import sys
+from importlib import import_module
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pico_analyze.components.matrix import Flagged, Matrix, Undefined
+from pico_analyze.metrics import METRICS, Metric, get_metric, load_metrics
+
+
+def settings_of_each():
+    """Every metric with every choice of its parameters."""
+    for name, metric in METRICS.items():
+        for values in itertools.product(*(choice.allowed for choice in metric.parameters.values())):
+            yield pytest.param(name, dict(zip(metric.parameters, values, strict=True)), id="-".join([name, *values]))
+
+
+every_metric = pytest.mark.parametrize(("name", "chosen"), list(settings_of_each()))
+every_name = pytest.mark.parametrize("name", METRICS)
+
+
+def normal(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def compute(name, chosen, x, y):
+    """The metric on x, or on the pair (x, y) if it takes two."""
+    metric = METRICS[name]
+    matrices = [x if isinstance(x, Matrix) else Matrix.dense(x), y if isinstance(y, Matrix) else Matrix.dense(y)]
+    return metric.compute(*matrices if metric.consumes == "pair" else matrices[:1], **chosen)
+
+
+def function(name):
+    module, _, attribute = METRICS[name].function.partition(":")
+    return getattr(import_module(module), attribute)
+
+
+class TestTable:
+    def test_no_torch_to_read_it(self):
+        code = "import sys, pico_analyze.metrics; sys.exit(sorted({'torch', 'numpy', 'scipy'} & set(sys.modules)) or 0)"
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+
+    @every_name
+    def test_describes_itself(self, name):
+        metric = METRICS[name]
+        assert metric.summary
+        assert metric.range.startswith(("[", "("))
+        assert len(metric.meaning.split()) > 20
+
+    @every_name
+    def test_docstring_has_source_range_and_example(self, name):
+        doc = inspect.getdoc(function(name))
+        for part in ("Source: ", ">>> "):
+            assert part in doc
+        assert any(word in doc for word in ("In [0, 1", "In (0, 1", "At least", "in [-1, 1]"))
+        assert "ndefined" in doc
+
+    @every_name
+    def test_parameters_are_those_of_the_function(self, name):
+        arguments = list(inspect.signature(function(name)).parameters.values())
+        n_inputs = 2 if METRICS[name].consumes == "pair" else 1
+        assert [a.name for a in arguments[n_inputs:]] == list(METRICS[name].parameters)
+        for argument in arguments[n_inputs:]:
+            default = None if argument.default is inspect.Parameter.empty else argument.default
+            assert METRICS[name].parameters[argument.name].default == default
+
+    def test_get_metric(self):
+        assert get_metric("cka") is METRICS["cka"]
+        with pytest.raises(ValueError, match=r"no metric 'ginni'; there are gini, .*; did you mean 'gini'\?"):
+            get_metric("ginni")
+        with pytest.raises(ValueError, match=r"no metric 'xyzzy'; there are gini, hoyer, .*pwcca$"):
+            get_metric("xyzzy")
+
+
+class TestParameters:
+    def test_defaults_are_filled_in(self):
+        assert METRICS["cka"].resolve({}) == {"estimator": "debiased"}
+        assert METRICS["pwcca"].resolve({"weights_from": "y"}) == {"weights_from": "y"}
+        assert METRICS["gini"].resolve({}) == {}
+
+    @pytest.mark.parametrize(
+        ("name", "given_", "message"),
+        [
+            ("norm", {}, "norm_type: has to be given; choose one of frobenius, nuclear, spectral, inf, inf_operator"),
+            ("norm", {"norm_type": "fro"}, "norm_type: 'fro' is not allowed; choose one of frobenius"),
+            ("gini", {"norm_type": "inf"}, "norm_type: not a parameter of this metric, which has: none"),
+            ("cka", {"weights_from": "x"}, "weights_from: not a parameter of this metric, which has: estimator"),
+        ],
+    )
+    def test_faults(self, name, given_, message):
+        with pytest.raises(ValueError, match=message):
+            METRICS[name].resolve(given_)
+
+
+@pytest.fixture
+def plugin(tmp_path, monkeypatch):
+    """``plugin("name", source)``: a module of that name that can be imported."""
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def write(name, source):
+        (tmp_path / f"{name}.py").write_text(source)
+        monkeypatch.delitem(sys.modules, name, raising=False)
+        return name
+
+    return write
+
+
+class TestPlugins:
+    source = """
+from pico_analyze.metrics import Metric
+
+def largest(singular_values):
+    return float(singular_values.max())
+
+METRICS = {%r: Metric("largest_plugin:largest", "spectrum", "largest singular value", "[0, inf)", "size")}
+"""
+
+    def test_a_metric_of_the_users_own(self, plugin):
+        table = load_metrics([plugin("largest_plugin", self.source % "largest")])
+        assert list(table) == [*METRICS, "largest"]
+        assert get_metric("largest", table).compute(Matrix.dense(torch.eye(3) * 2)) == 2.0
+        assert "largest" not in METRICS
+
+    def test_a_name_that_exists(self, plugin):
+        with pytest.raises(ValueError, match="'clash_plugin' defines the metric 'gini', which exists already"):
+            load_metrics([plugin("clash_plugin", self.source % "gini")])
+
+    def test_the_same_plugin_twice(self, plugin):
+        name = plugin("largest_plugin", self.source % "largest")
+        with pytest.raises(ValueError, match="exists already"):
+            load_metrics([name, name])
+
+    def test_no_plugin_there(self, plugin):
+        with pytest.raises(ValueError, match="'no_such_module' gives no table METRICS"):
+            load_metrics(["no_such_module"])
+        with pytest.raises(ValueError, match="'empty_plugin' gives no table METRICS"):
+            load_metrics([plugin("empty_plugin", "")])
+
+
+@pytest.mark.parametrize("value", ["nan", "inf"])
+def test_what_is_not_a_finite_number_is_undefined(plugin, value):
+    name = plugin(f"{value}_plugin", f"def measure(entries):\n    return float('{value}')\n")
+    metric = Metric(f"{name}:measure", "entries", summary="", range="", meaning="")
+    with pytest.raises(Undefined, match=f"the result is {value}, not a finite number"):
+        metric.compute(Matrix.dense(torch.ones(2, 2)))
+
+
+@every_metric
+class TestEveryMetric:
+    def test_is_a_finite_python_float(self, name, chosen):
+        value = compute(name, chosen, normal(30, 6), normal(30, 5, seed=1))
+        assert type(value) in (float, Flagged)
+        assert math.isfinite(value)
+
+    @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+    @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+    def test_not_finite_is_undefined(self, name, chosen, bad, dtype):
+        x = normal(30, 6).to(dtype)
+        x[3, 2] = bad
+        for matrix in (x, Matrix.product(x, normal(6, 20).to(dtype))):
+            with pytest.raises(Undefined, match="entries are not finite"):
+                compute(name, chosen, matrix, normal(30, 5, seed=1))
+
+    @pytest.mark.parametrize("shape", [(1, 1), (1, 6), (6, 1), (2, 2), (3, 3), (5,), (0, 4)])
+    @pytest.mark.parametrize("fill", ["zeros", "ones", "normal"])
+    def test_small_and_degenerate_inputs_have_a_value_or_a_reason(self, name, chosen, shape, fill):
+        x = {"zeros": torch.zeros(shape), "ones": torch.ones(shape), "normal": normal(*shape)}[fill]
+        try:
+            assert math.isfinite(compute(name, chosen, x, normal(*shape, seed=1)))
+        except Undefined as undefined:
+            assert undefined.reason
+
+    @pytest.mark.parametrize(
+        "dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.int16, torch.int32, torch.int64]
+    )
+    def test_storage_dtype_equals_float64_of_the_stored_numbers(self, name, chosen, dtype):
+        x, y = (10 * normal(30, 8)).to(dtype), (10 * normal(30, 8, seed=1)).to(dtype)
+        assert compute(name, chosen, x, y) == pytest.approx(compute(name, chosen, x.double(), y.double()), rel=1e-9)
+
+    @settings(max_examples=10, deadline=None)
+    @given(p=st.integers(1, 8), q=st.integers(1, 8), seed=st.integers(0, 99), exponent=st.integers(-60, 60))
+    def test_scale(self, name, chosen, p, q, seed, exponent):
+        x, y, scale = normal(30, p, seed=seed), normal(30, q, seed=seed + 1), 2.0**exponent
+        value = compute(name, chosen, x, y) * (scale if name == "norm" else 1)
+        assert compute(name, chosen, -scale * x, y) == pytest.approx(value, rel=1e-7, abs=1e-12 * scale)
+
+    @settings(max_examples=10, deadline=None)
+    @given(p=st.integers(1, 8), q=st.integers(1, 8), seed=st.integers(0, 99))
+    def test_order_of_rows_and_columns(self, name, chosen, p, q, seed):
+        generator = torch.Generator().manual_seed(seed)
+        x, y = normal(30, p, seed=seed), normal(30, q, seed=seed + 1)
+        rows = torch.randperm(30, generator=generator)
+        x2 = x[rows][:, torch.randperm(p, generator=generator)]
+        y2 = y[rows][:, torch.randperm(q, generator=generator)]
+        assert compute(name, chosen, x2, y2) == pytest.approx(compute(name, chosen, x, y), rel=1e-7, abs=1e-12)
+
+    @settings(max_examples=10, deadline=None)
+    @given(r=st.integers(1, 6), b=st.integers(1, 2), seed=st.integers(0, 99))
+    def test_product_equals_dense(self, name, chosen, r, b, seed):
+        # As wide as its rank, so that the product has no structural zeros and both count the same values.
+        x = Matrix.product(normal(30, b * r, seed=seed), normal(b, r, r, seed=seed + 1))
+        y = Matrix.product(normal(30, r, seed=seed + 2), normal(r, 40, seed=seed + 3))
+        dense = compute(name, chosen, x.entries(), y.entries())
+        assert compute(name, chosen, x, y) == pytest.approx(dense, rel=1e-6, abs=1e-12)
+
+    def test_leaves_its_input_alone(self, name, chosen):
+        for dtype in (torch.float64, torch.float32):
+            x, y = normal(30, 6).to(dtype), normal(30, 5, seed=1).to(dtype)
+            before = x.clone(), y.clone()
+            compute(name, chosen, x, y)
+            assert torch.equal(x, before[0])
+            assert torch.equal(y, before[1])

@@ -1,0 +1,348 @@
+"""Runs through the public door: what is trained, captured, stored, and what a stopped run ends with."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pico_train
+import pytest
+import torch
+from pico_train.checkpoint.folder import RunFolderError
+from pico_train.checkpoint.format import read_manifest, step_folders
+from pico_train.config import RunConfig
+from pico_train.loop import NonFiniteError
+from pico_train.metrics_log import MetricsLog, Row, read_rows
+from safetensors.torch import load_file
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
+
+Tiny = Callable[..., RunConfig]
+LLAMA = {"v_proj": "self_attn.v_proj", "o_proj": "self_attn.o_proj", "w_2": "mlp.down_proj"}
+
+
+def llama_module(module: str) -> str:
+    _, layer, _, name = module.split(".")
+    return f"model.layers.{layer}.{LLAMA[name]}"
+
+
+def checkpoints(run: Path) -> dict[int, Path]:
+    return step_folders(run / "checkpoints")
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
+
+
+def rows_without_timings(run: Path) -> list[dict[str, object]]:
+    timings = ("seconds", "tokens_per_s", "memory_bytes")
+    return [
+        {key: value for key, value in row.items() if key not in timings} for row in read_rows(run / "metrics.jsonl")
+    ]
+
+
+def assert_relative(actual: torch.Tensor, expected: torch.Tensor, tolerance: float = 1e-6) -> None:
+    """Close relative to the largest magnitude of the tensor."""
+    assert actual.shape == expected.shape
+    assert (actual - expected).abs().max() <= tolerance * expected.abs().max()
+
+
+def rederived(folder: Path, split: str) -> tuple[float, LlamaForCausalLM, dict[str, torch.Tensor]]:
+    """Loss, model with gradients, and module outputs of transformers on a stored batch with the stored weights."""
+    batch = load_file(folder / "learning_dynamics" / f"{split}_batch.safetensors")
+    ids = batch["input_ids"].long()
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    outputs: dict[str, torch.Tensor] = {}
+    for name, module in model.named_modules():
+        module.register_forward_hook(lambda _m, _a, out, name=name: outputs.update({name: out}))
+    logits = model(ids[:, :-1]).logits
+    loss = nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+    loss.backward()
+    return loss.item(), model, outputs
+
+
+@pytest.mark.parametrize("accumulation", [1, 2, 4])
+def test_captured_numbers_are_those_of_the_stored_batch_at_the_stored_weights(tiny: Tiny, accumulation: int) -> None:
+    config = tiny(f"training.optimization.gradient_accumulation_steps={accumulation}", "training.max_steps=4")
+    [result] = pico_train.train(config)
+    losses = {row["step"]: row["loss"] for row in read_rows(result.path / "metrics.jsonl")}
+    assert list(checkpoints(result.path)) == [0, 1, 2, 4]
+    for step, folder in checkpoints(result.path).items():
+        for split in ("train", "val"):
+            loss, model, outputs = rederived(folder, split)
+            if split == "train":
+                assert losses[step] == pytest.approx(loss, rel=1e-6)
+            gradients = load_file(folder / "learning_dynamics" / f"{split}_gradients.safetensors")
+            activations = load_file(folder / "learning_dynamics" / f"{split}_activations.safetensors")
+            assert gradients.keys() == activations.keys()
+            assert len(gradients) == 2 * 3
+            for module, gradient in gradients.items():
+                expected = model.get_submodule(llama_module(module)).weight.grad
+                assert_relative(gradient, expected)
+                assert_relative(activations[module], outputs[llama_module(module)][:, -1])
+
+
+@pytest.mark.parametrize("rule", ["position", "mean", "all", "sample"])
+def test_activations_of_every_token_rule_equal_a_plain_forward(tiny: Tiny, rule: str) -> None:
+    idx = ["checkpointing.learning_dynamics.sequence_idx=3"] if rule == "position" else []
+    section = "checkpointing.learning_dynamics"
+    config = tiny("training.max_steps=1", f"{section}.rule={rule}", f"{section}.tokens_per_sequence=5", *idx)
+    [result] = pico_train.train(config)
+    folder = checkpoints(result.path)[1]
+    for split in ("train", "val"):
+        _, _, outputs = rederived(folder, split)
+        stored = load_file(folder / "learning_dynamics" / f"{split}_batch.safetensors")
+        for module, rows in load_file(folder / "learning_dynamics" / f"{split}_activations.safetensors").items():
+            plain = outputs[llama_module(module)]  # (B, T, F)
+            expected = {
+                "position": lambda x: x[:, 3],
+                "mean": lambda x: x.mean(1),
+                "all": lambda x: x.flatten(0, 1),
+                "sample": lambda x: torch.cat(
+                    [x[i, p] for i, p in enumerate(stored["positions"].long())]  # noqa: B023
+                ),
+            }[rule](plain)
+            assert_relative(rows, expected)
+        manifest = read_manifest(folder)
+        assert manifest.capture is not None
+        assert (manifest.capture.rule, manifest.capture.rows[split]) == (rule, len(rows))
+
+
+def test_looking_does_not_disturb(tiny: Tiny) -> None:
+    ends = []
+    for name, suffixes in (("looked", "[v_proj, w_2]"), ("blind", "null")):
+        config = tiny(
+            f"checkpointing.run_name={name}",
+            f"checkpointing.learning_dynamics.layer_suffixes={suffixes}",
+            "model.dropout=0.1",
+        )
+        [result] = pico_train.train(config)
+        ends.append(result.path)
+    assert same(*(weights(checkpoints(run)[6]) for run in ends))
+    assert rows_without_timings(ends[0]) == rows_without_timings(ends[1])
+    assert read_manifest(checkpoints(ends[1])[6]).capture is None
+
+
+def test_neither_accumulation_nor_batches_change_the_stream(tiny: Tiny) -> None:
+    streams = []
+    for batch, steps, accumulation in ((8, 4, 1), (8, 4, 2), (8, 4, 4), (4, 8, 1)):
+        config = tiny(
+            f"checkpointing.run_name=b{batch}a{accumulation}",
+            f"data.dataloader.batch_size={batch}",
+            f"training.max_steps={steps}",
+            f"training.optimization.gradient_accumulation_steps={accumulation}",
+            "checkpointing.save_every_n_steps=1",
+            "evaluation.metrics=null",
+        )
+        [result] = pico_train.train(config)
+        batches = [
+            load_file(folder / "learning_dynamics" / "train_batch.safetensors")
+            for step, folder in checkpoints(result.path).items()
+            if step < steps  # the last pass only looks
+        ]
+        streams.append({key: torch.cat([b[key] for b in batches]) for key in ("sample_ids", "input_ids")})
+    for other in streams[1:]:
+        assert same(streams[0], other)
+
+
+@pytest.fixture
+def stop_at(monkeypatch: pytest.MonkeyPatch) -> Callable[[int | None], None]:
+    """Make training stop as by Ctrl-C right before the row of a step is logged."""
+    append = MetricsLog.append
+
+    def stop(at: int | None) -> None:
+        def append_or_stop(self: MetricsLog, row: Row) -> None:
+            if row.step == at:
+                raise KeyboardInterrupt
+            append(self, row)
+
+        monkeypatch.setattr(MetricsLog, "append", append_or_stop)
+
+    return stop
+
+
+@pytest.mark.parametrize("stops", [[0], [3], [4, 5], [6]])
+def test_a_stopped_run_ends_where_it_would_have_ended(
+    tiny: Tiny, stop_at: Callable[[int | None], None], stops: list[int]
+) -> None:
+    [whole] = pico_train.train(tiny("checkpointing.run_name=whole", "model.dropout=0.1"))
+    config = tiny("checkpointing.run_name=stopped", "model.dropout=0.1")
+    for step in stops:
+        stop_at(step)
+        with pytest.raises(KeyboardInterrupt):
+            pico_train.train(config)
+    stop_at(None)
+    [stopped] = pico_train.train(config)
+    assert rows_without_timings(stopped.path) == rows_without_timings(whole.path)
+    for step, folder in checkpoints(whole.path).items():
+        a, b = read_manifest(folder), read_manifest(checkpoints(stopped.path)[step])
+        assert [row.sha256 for row in a.tensors] == [row.sha256 for row in b.tensors]
+
+
+def test_a_finished_run_says_so(tiny: Tiny, caplog: pytest.LogCaptureFixture) -> None:
+    [first] = pico_train.train(tiny())
+    written = {path: path.stat().st_mtime_ns for path in first.path.rglob("*.safetensors")}
+    with caplog.at_level("INFO", logger="pico_train"):
+        [second] = pico_train.train(tiny())
+    assert "tiny is finished: 6 steps" in caplog.text
+    assert {path: path.stat().st_mtime_ns for path in first.path.rglob("*.safetensors")} == written
+    assert (second.loss, second.val_loss) == (first.loss, first.val_loss)
+
+
+def test_a_folder_of_another_configuration_is_refused_with_the_keys(tiny: Tiny) -> None:
+    pico_train.train(tiny("training.max_steps=1"))
+    with pytest.raises(RunFolderError, match=r"model\.d_model: 16 before, 32 now\n.*run_name"):
+        pico_train.train(tiny("training.max_steps=1", "model.d_model=32"))
+    pico_train.train(tiny("training.max_steps=1", "monitoring.logging.log_every_n_steps=1"))  # changes no number
+
+
+def test_a_folder_that_is_no_run_is_refused(tiny: Tiny, tmp_path: Path) -> None:
+    (tmp_path / "runs" / "tiny").mkdir(parents=True)
+    (tmp_path / "runs" / "tiny" / "thesis.tex").write_text("x")
+    with pytest.raises(RunFolderError, match="holds no run"):
+        pico_train.train(tiny())
+    assert [p.name for p in (tmp_path / "runs" / "tiny").iterdir()] == ["thesis.tex"]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda folder: (folder / "manifest.json").unlink(),
+        lambda folder: (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:100]),
+        lambda folder: flip_a_byte(folder / "training_state" / "optimizer.safetensors"),
+    ],
+    ids=["half-written", "truncated", "tampered"],
+)
+def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_taken(
+    tiny: Tiny,
+    stop_at: Callable[[int | None], None],
+    caplog: pytest.LogCaptureFixture,
+    damage: Callable[[Path], object],
+) -> None:
+    [whole] = pico_train.train(tiny("checkpointing.run_name=whole"))
+    config = tiny()
+    stop_at(5)
+    with pytest.raises(KeyboardInterrupt):
+        pico_train.train(config)
+    stop_at(None)
+    run = whole.path.with_name("tiny")
+    damage(checkpoints(run)[4])
+    with caplog.at_level("WARNING", logger="pico_train"):
+        pico_train.train(config)
+    assert "step_4" in caplog.text
+    assert "step_4.damaged" in caplog.text
+    assert (run / "checkpoints" / "step_4.damaged").is_dir()
+    assert rows_without_timings(run) == rows_without_timings(whole.path)
+    assert same(weights(checkpoints(run)[6]), weights(checkpoints(whole.path)[6]))
+
+
+def flip_a_byte(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+def test_every_checkpoint_opens_in_transformers(tiny: Tiny) -> None:
+    [result] = pico_train.train(
+        tiny(
+            "model.tie_embeddings=true",
+            "evaluation.metrics=[held_out, sample]",
+            "evaluation.sample.max_new_tokens=8",
+        )
+    )
+    for step, folder in checkpoints(result.path).items():
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        assert tokenizer.decode(tokenizer.encode("abc def.")) == "abc def."
+        model = AutoModelForCausalLM.from_pretrained(folder)
+        assert isinstance(model, LlamaForCausalLM)
+        assert "lm_head.weight" not in weights(folder)
+        stored = json.loads((result.path / "evaluations" / f"step_{step}" / "held_out.json").read_text())
+        assert stored["loss"] > 0
+    sample = json.loads((result.path / "evaluations" / "step_6" / "sample.json").read_text())
+    assert sample["text"].startswith("def ")
+
+
+def test_the_held_out_loss_is_that_of_transformers(tiny: Tiny) -> None:
+    overrides = ("checkpointing.learning_dynamics.probe_windows=8", "training.max_steps=2")
+    [result] = pico_train.train(tiny(*overrides))
+    loss, _, _ = rederived(checkpoints(result.path)[2], "val")  # the probe: the same 8 windows
+    assert result.val_loss == pytest.approx(loss, rel=1e-6)
+    [other] = pico_train.train(tiny(*overrides, "checkpointing.run_name=b", "evaluation.held_out.batch_size=3"))
+    assert other.val_loss == pytest.approx(result.val_loss, rel=1e-6)
+
+
+def test_the_probe_is_the_same_for_all_seeds_and_sizes(tiny: Tiny) -> None:
+    hashes = set()
+    for name, *overrides in (("a", "seeds.data=1"), ("b", "seeds.weights=1"), ("c", "model.d_model=32")):
+        [result] = pico_train.train(tiny(f"checkpointing.run_name={name}", "training.max_steps=1", *overrides))
+        for folder in checkpoints(result.path).values():
+            manifest = read_manifest(folder)
+            [row] = [r for r in manifest.tensors if (r.kind, r.split, r.module) == ("batch", "val", "input_ids")]
+            hashes |= {manifest.probe_hash, row.sha256}
+    assert len(hashes) == 1
+
+
+def test_tensor_rows_say_what_is_in_the_files(tiny: Tiny) -> None:
+    [result] = pico_train.train(tiny("training.max_steps=2"))
+    folder = checkpoints(result.path)[2]
+    manifest = read_manifest(folder)
+    found = {
+        (str(path.relative_to(folder)), key): tensor
+        for path in folder.rglob("*.safetensors")
+        for key, tensor in load_file(path).items()
+    }
+    assert {(row.file, row.key) for row in manifest.tensors} == found.keys()
+    for row in manifest.tensors:
+        assert row.shape == list(found[row.file, row.key].shape)
+    assert {(row.kind, row.role) for row in manifest.tensors if row.module == "layers.1.attention.v_proj"} == {
+        ("weights", "v"),
+        ("activations", "v"),
+        ("gradients", "v"),
+        ("optimizer", "exp_avg"),
+        ("optimizer", "exp_avg_sq"),
+        ("optimizer", "step"),
+    }
+    assert manifest.tokens == 2 * 8 * 16
+    assert manifest.parent is not None
+    assert manifest.parent.step == 1
+
+
+@pytest.fixture
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make the loss of pass 3 infinite."""
+    import pico_train.run
+
+    plain = pico_train.run.next_token
+
+    def objective(model: nn.Module, batch: object, step: int) -> torch.Tensor:
+        loss = plain(model, batch, step)  # type: ignore[arg-type]
+        return loss * float("inf") if step == 3 else loss
+
+    monkeypatch.setattr(pico_train.run, "next_token", objective)
+
+
+@pytest.mark.usefixtures("poisoned")
+def test_a_loss_that_is_not_finite_stops_before_anything_is_saved(tiny: Tiny) -> None:
+    config = tiny("checkpointing.save_every_n_steps=1")
+    with pytest.raises(NonFiniteError, match=r"pass 3: the loss is inf.*lr"):
+        pico_train.train(config)
+    run = Path(config.checkpointing.runs_dir) / "tiny"
+    assert list(checkpoints(run)) == [0, 1, 2]
+    assert read_rows(run / "metrics.jsonl")[-1]["step"] == 2
+
+
+@pytest.mark.usefixtures("poisoned")
+def test_under_skip_the_pass_counts_and_the_update_does_not(tiny: Tiny) -> None:
+    config = tiny("checkpointing.save_every_n_steps=1", "training.non_finite=skip", "training.max_skips=1")
+    [result] = pico_train.train(config)
+    folders = checkpoints(result.path)
+    assert same(weights(folders[3]), weights(folders[4]))
+    assert not same(weights(folders[4]), weights(folders[5]))
+    assert [read_manifest(folders[step]).skipped_updates for step in (2, 3, 4, 6)] == [0, 0, 1, 1]
+    assert [row["updated"] for row in read_rows(result.path / "metrics.jsonl")] == [True] * 3 + [False] + [True] * 2 + [
+        False
+    ]
+    assert read_rows(result.path / "metrics.jsonl")[3]["loss"] is None
