@@ -1,3 +1,4 @@
+import json
 import logging
 import shutil
 
@@ -140,8 +141,13 @@ def test_a_tensor_compared_with_itself(run_folder):
 def test_losses_stand_beside_the_metrics(run_folder):
     frame = analyze(run_folder, config(metric("gini"), steps=[0, 1, 10]))
     losses = frame[frame["kind"] == "training"]
-    found = list(zip(losses["metric"], losses["step"], losses["value"], strict=True))
-    assert found == [("train_loss", 0, 4.0), ("val_loss", 0, 4.5), ("train_loss", 1, 3.9), ("train_loss", 10, 3.0), ("val_loss", 10, 3.5)]  # fmt: skip
+    assert list(zip(losses["step"], losses["metric"], losses["value"], strict=True)) == [
+        (0, "train_loss", 4.0),
+        (0, "val_loss", 4.5),
+        (1, "train_loss", 3.9),
+        (10, "train_loss", 3.0),
+        (10, "val_loss", 3.5),
+    ]
     assert set(losses["component"]) == {"loss"}
 
 
@@ -239,6 +245,21 @@ def test_content_of_another_step_is_flagged(make_run):
     assert flagged["value"].notna().all()
 
 
+def test_content_of_another_step_is_seen_by_a_rerun_too(run_folder):
+    folder = run_folder
+    settings = config(metric("gini", simple(suffix="swiglu.w_2")), steps=[0])
+    first = analyze(folder, settings)
+    assert set(measured(first)["status"]) == {"ok"}
+    twin = folder / "checkpoints" / "step_1"
+    manifest = json.loads((folder / "checkpoints" / "step_0" / "manifest.json").read_text()) | {"step": 1}
+    shutil.copytree(folder / "checkpoints" / "step_0", twin, dirs_exist_ok=True)
+    (twin / "manifest.json").write_text(json.dumps(manifest))
+    again = analyze(folder, settings, previous=first)
+    assert list(measured(again)["reason"]) == ["the same content as step 1"] * 2
+    pd.testing.assert_frame_equal(again, analyze(folder, settings))
+    assert analyze(folder, settings, previous=again).attrs == {"computed": 0, "kept": 2, "missing": 0}
+
+
 def test_a_tampered_tensor_is_named_and_never_used(run_folder, flip_byte, caplog, tmp_path):
     settings = config(metric("gini", simple(), circuit()), metric("per", simple(), circuit()))
     clean = measured(analyze(run_folder, settings))
@@ -248,7 +269,7 @@ def test_a_tampered_tensor_is_named_and_never_used(run_folder, flip_byte, caplog
     frame = measured(analyze(run_folder, settings))
     hit = (frame["step"] == 2) & (frame["layer"] == 1) & (frame["component"] == "ov_circuit")
     assert (frame["status"] == "missing").eq(hit).all()
-    assert frame[hit]["value"].isna().all()
+    assert frame[hit][["value", "n", "content_hash"]].isna().all(axis=None)
     assert frame[hit]["reason"].str.contains("o_proj.weight (run demo, step 2)", regex=False).all()
     assert "o_proj.weight (run demo, step 2)" in caplog.text
     pd.testing.assert_frame_equal(frame[~hit], clean[~hit])
@@ -368,20 +389,29 @@ def test_a_step_that_vanishes_is_not_kept(run_folder):
 
 
 @pytest.mark.parametrize(
-    ("entries", "message"),
+    ("entry", "message"),
     [
-        ([metric("ginni")], "no metric 'ginni'.*did you mean 'gini'"),
-        ([metric("gini", simple() | {"component_name": "simpel"})], "no component 'simpel'.*did you mean 'simple'"),
-        ([metric("gini", simple(suffix="attention.o_projj"))], r"no module ends in 'attention\.o_projj'.*attention\.v_proj"),
-        ([metric("gini", simple(layers=[0, 99]))], r"layers \[99\] do not exist; there are 0 to 1"),
-        ([metric("cka", simple("weights"), target_checkpoint=0)], "does not fit weights; what fits: gini, hoyer, per, condition_number, norm"),
-        ([metric("pwcca", simple("activations"), split="train", target_checkpoint=0)], "the same samples at every step.*data_split: val"),
-        ([metric("cka", simple("activations"), target_checkpoint=7)], "target_checkpoint: there is no step 7; run demo has the steps 0, 1, 2, 10"),
+        (metric("ginni"), "no metric 'ginni'.*did you mean 'gini'"),
+        (metric("gini", simple() | {"component_name": "simpel"}), "no component 'simpel'.*did you mean 'simple'"),
+        (metric("gini", simple(suffix="o_projj")), r"no module ends in 'o_projj'.*attention\.v_proj"),
+        (metric("gini", simple(layers=[0, 99])), r"layers \[99\] do not exist; there are 0 to 1"),
+        (
+            metric("cka", simple("weights"), target_checkpoint=0),
+            "does not fit weights; what fits: gini, hoyer, per, condition_number, norm",
+        ),
+        (
+            metric("pwcca", simple("activations"), split="train", target_checkpoint=0),
+            "the same samples at every step.*data_split: val",
+        ),
+        (
+            metric("cka", simple("activations"), target_checkpoint=7),
+            "target_checkpoint: there is no step 7; run demo has the steps 0, 1, 2, 10",
+        ),
     ],
-)  # fmt: skip
-def test_what_does_not_fit_is_refused_before_anything_is_computed(run_folder, n_computed, entries, message):
+)
+def test_what_does_not_fit_is_refused_before_anything_is_computed(run_folder, n_computed, entry, message):
     with pytest.raises(AnalysisError, match=message):
-        analyze(run_folder, config(metric("gini"), *entries))
+        analyze(run_folder, config(metric("gini"), entry))
     assert n_computed == []
 
 
@@ -421,7 +451,7 @@ def test_runs_that_cannot_be_analysed(make_run, tmp_path):
     with pytest.raises(AnalysisError, match="hold the same run"):
         analyze(folder.parent, config(metric("gini")))
     (folder / "checkpoints" / "step_0" / "manifest.json").unlink()
-    with pytest.raises(AnalysisError, match="run demo has no complete checkpoint; .*not written to its end"):
+    with pytest.raises(AnalysisError, match=r"run demo has no complete checkpoint; .*not written to its end"):
         analyze(folder, config(metric("gini")))
     with pytest.raises(AnalysisError, match="no run is given"):
         analyze([], config(metric("gini")))
@@ -445,5 +475,14 @@ def test_progress_and_plan_in_words(run_folder, caplog):
     assert "24 values computed, 0 kept from before, 12 missing" in caplog.text
     assert describe(plan([open_run(run_folder)], settings)) == [
         "gini of ov_circuit weights attention, layers 0, 1: 3 checkpoints, 30 values, 10 of them missing",
-        'norm {"norm_type": "inf"} of simple weights swiglu.w_2, layers 0, 1: 3 checkpoints, 6 values, 2 of them missing',
+        'norm {"norm_type": "inf"} of simple weights swiglu.w_2, layers 0, 1: '
+        "3 checkpoints, 6 values, 2 of them missing",
     ]
+
+
+def test_a_broken_training_log_is_named_before_anything_is_computed(run_folder, n_computed):
+    path = run_folder / "metrics.jsonl"
+    path.write_text(path.read_text().replace('"loss": 3.9', '"loss": 1e999'))
+    with pytest.raises(CheckpointError, match=r"metrics\.jsonl, line 2: 1e999 is not a finite number"):
+        analyze(run_folder, config(metric("gini")))
+    assert n_computed == []

@@ -252,7 +252,7 @@ def test_what_a_circuit_piece_says_of_itself(run_folder):
         (lambda: OVCircuit("weights", None, [2], OV), r"layers \[2\] do not exist"),
         (
             lambda: OVCircuit("weights", None, [0], OV | {"value_layer": "swiglu.w_2"}),
-            r"needs the value projection of attention, of role 'v', but 'swiglu\.w_2' selects layers\.0\.swiglu\.w_2, of role 'down'",
+            r"needs the value projection .* but 'swiglu\.w_2' selects layers\.0\.swiglu\.w_2, of role 'down'",
         ),
         (lambda: Simple("weights", None, "all", OV), "takes one module suffix"),
         (
@@ -287,7 +287,7 @@ def test_what_was_not_captured(make_run, component):
     only_val = open_run(make_run("val", splits=("val",))).manifests[0]
     with pytest.raises(
         ComponentError,
-        match="no gradients of split train .* there are activations of split val, gradients of split val",
+        match=r"no gradients of split train .* there are activations of split val, gradients of split val",
     ):
         component("gradients", "train").select(only_val)
     assert len(component("weights", None).select(uncaptured)) == 2
@@ -308,5 +308,6 @@ def test_the_table():
 
 
 def test_no_torch_for_the_tables():
-    code = "import sys, pico_analyze.components, pico_analyze.results, pico_analyze.checkpoint.reader; assert 'torch' not in sys.modules"
+    modules = "pico_analyze.components, pico_analyze.results, pico_analyze.checkpoint.reader"
+    code = f"import sys, {modules}; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -6,7 +6,6 @@ import scipy.linalg
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
 from pico_analyze.components.matrix import Flagged, Matrix, Undefined, largest_magnitude, singular_values
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -54,7 +53,7 @@ class TestDense:
         assert spectrum.shape == shape
         assert_spectrum(spectrum.values, lapack(tensor), rtol=1e-10)
 
-    @pytest.mark.parametrize("exponent", range(0, 11))
+    @pytest.mark.parametrize("exponent", range(11))
     @pytest.mark.parametrize("shape", [(40, 40), (30, 70), (70, 30)])
     def test_graded_spectra(self, shape, exponent):
         tensor = graded(*shape, 10.0**exponent)
@@ -162,7 +161,7 @@ class TestProduct:
         torch.testing.assert_close(stacked.entries(), diagonal.entries())
         assert_spectrum(stacked.spectrum().values, diagonal.spectrum().values, rtol=1e-12)
 
-    @pytest.mark.parametrize("exponent", range(0, 10))
+    @pytest.mark.parametrize("exponent", range(10))
     def test_graded_spectra(self, exponent):
         left = graded(50, 8, 10.0 ** (exponent / 2))
         right = graded(8, 60, 10.0 ** (exponent / 2), seed=5)
@@ -190,7 +189,7 @@ class TestProduct:
         factors[broken][0, 0] = math.inf
         matrix = Matrix.product(**factors)
         for ask in (matrix.spectrum, matrix.rows):
-            with pytest.raises(Undefined, match="1 of . entries are not finite"):
+            with pytest.raises(Undefined, match=r"1 of [68] entries are not finite"):
                 ask()
 
 

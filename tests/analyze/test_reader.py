@@ -178,9 +178,15 @@ def test_the_training_log(run_folder, caplog):
 def test_a_training_log_with_a_broken_line(run_folder):
     path = run_folder / "metrics.jsonl"
     lines = path.read_text().splitlines()
-    path.write_text("\n".join([lines[0], '{"step": 1, "loss": NaN}', *lines[2:]]))
-    with pytest.raises(CheckpointError, match=r"metrics\.jsonl, line 2: NaN is not JSON"):
-        open_run(run_folder).training_log()
+    for broken, message in {
+        '{"step": 1, "loss": NaN}': "NaN is not JSON",
+        '{"step": 1, "loss": -1e999}': "-1e999 is not a finite number",
+        '{"loss": 1.0}': "not an object with a step",
+        "3": "not an object with a step",
+    }.items():
+        path.write_text("\n".join([lines[0], broken, *lines[2:]]))
+        with pytest.raises(CheckpointError, match=rf"metrics\.jsonl, line 2: {message}"):
+            open_run(run_folder).training_log()
 
 
 def test_no_training_log(run_folder):
@@ -211,7 +217,7 @@ def test_find_runs(runs_folder):
 
 
 def test_find_runs_says_what_there_is(runs_folder):
-    with pytest.raises(CheckpointError, match="holds the runs alone, sizes-large, .* and the suites sizes"):
+    with pytest.raises(CheckpointError, match=r"holds the runs alone, sizes-large, .* and the suites sizes"):
         find_runs([runs_folder / "sizzes"])
     with pytest.raises(CheckpointError, match="no run there; there is none in"):
         find_runs([runs_folder.parent / "elsewhere" / "*"])

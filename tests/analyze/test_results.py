@@ -37,7 +37,7 @@ def frame():
     return table(
         [
             {"run": "a", "scale": 10, "step": 0, "layer": 0, "metric": "gini", "value": 0.1 + 0.2, "status": "ok"},
-            {"run": "a", "scale": 10, "step": 1, "metric": "gini", "value": 1e-300, "status": "flagged", "reason": 'a "b",\nc'},
+            {"run": "a", "scale": 10, "step": 1, "value": 1e-300, "status": "flagged", "reason": 'a "b",\nc'},
             {"run": "a", "scale": 10, "step": 2, "metric": "gini", "status": "undefined", "reason": "nan"},
             {"run": "é", "step": None, "metric": "gini", "value": None, "status": "missing", "reason": "none"},
         ]
@@ -197,10 +197,9 @@ def test_pico_v0_without_collisions(run_folder, tmp_path):
         "norm_val.json", "norm-frobenius_val.json", "norm-frobenius-2_val.json", "norm_train.json",
         "cka_val.json", "cka-last_val.json", "gini_val.json", "gini-2_val.json", "per_val.json", "per-2_val.json",
     }  # fmt: skip
-    circuits = {"norm-frobenius-2_val.json", "gini-2_val.json", "per_val.json", "per-2_val.json"}
-    assert {name: len(content) for name, content in files.items()} == {
-        name: 10 if name in circuits else 2 for name in files
-    }
+    large = {name for name, content in files.items() if len(content) == 10}  # 2 layers x (4 heads and all of them)
+    assert large == {"norm-frobenius-2_val.json", "gini-2_val.json", "per_val.json", "per-2_val.json"}
+    assert all(len(files[name]) == 2 for name in files if name not in large)
     key = "layers.0.swiglu.w_2.activations"
     values = {
         row.reference_step: row.value for row in frame[(frame["metric"] == "cka") & (frame["layer"] == 0)].itertuples()

@@ -66,8 +66,7 @@ def analyze(
 
     rows: list[Row] = []
     n_kept, n_done, n_checkpoints = 0, 0, sum(len(steps_of(run, config)) for run in opened)
-    for run in opened:
-        losses = _losses(run)
+    for run, losses in [(run, _losses(run)) for run in opened]:
         references: dict[Key, list[Piece]] = {}
         for step in steps_of(run, config):
             here = cells[run.identity.run_id, step]
@@ -235,4 +234,5 @@ def _value(cell: Cell, *pieces: Piece) -> Row:
 
 
 def _missing(cell: Cell, reason: str) -> list[Row]:
-    return [{"status": "missing", "reason": reason} for _ in cell.selection.heads]
+    nothing = dict.fromkeys(cell.content)
+    return [nothing | {"status": "missing", "reason": reason} for _ in cell.selection.heads]

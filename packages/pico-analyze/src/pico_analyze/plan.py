@@ -101,9 +101,7 @@ class Cell:
 
     @property
     def content(self) -> dict[str, str | None]:
-        """What is stored there, as columns of the table; nothing where the cell is missing."""
-        if self.missing is not None:
-            return {}
+        """What is stored there, as columns of the table; of no meaning where the cell is missing."""
         return {
             "dtype": self.selection.dtype,
             "content_hash": self.selection.content_hash,

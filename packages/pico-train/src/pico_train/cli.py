@@ -217,3 +217,7 @@ def _log_to_console(level: str) -> None:
     logger.setLevel(level)
     logger.addHandler(ConsoleHandler())
     logger.propagate = False
+
+
+if __name__ == "__main__":
+    main()

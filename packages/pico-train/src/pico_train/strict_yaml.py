@@ -106,7 +106,7 @@ def read_mapping(path: Path) -> Raw:
         ConfigError: the file is missing, unreadable, no UTF-8, no YAML, or does not hold a mapping.
     """
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise ConfigError(str(path), [f"no such file (looked from {Path.cwd()})"]) from None
     except UnicodeDecodeError as error:
@@ -140,7 +140,7 @@ def parse(text: str, source: str) -> Any:
 
 def to_text(raw: Mapping[str, Any]) -> str:
     """``raw`` as YAML that reads back equal, in its own order."""
-    return yaml.dump(raw, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=110)
+    return yaml.dump(raw, Dumper=_Dumper, sort_keys=False, width=110)
 
 
 def read_overrides(overrides: Iterable[str]) -> Raw:

@@ -194,9 +194,9 @@ class Run:
         rows: list[dict[str, Any]] = []
         for number, line in enumerate(lines, start=1):
             try:
-                row = json.loads(line, parse_constant=_not_json)
-                if not isinstance(row, dict):
-                    raise ValueError("not an object")
+                row = json.loads(line, parse_constant=_not_json, parse_float=_finite)
+                if not isinstance(row, dict) or not isinstance(row.get("step"), int):
+                    raise ValueError("not an object with a step")
             except ValueError as error:
                 if number == len(lines):
                     logger.warning("%s: the last line is torn and left out", path)
@@ -208,6 +208,12 @@ class Run:
 
 def _not_json(word: str) -> None:
     raise ValueError(f"{word} is not JSON")
+
+
+def _finite(word: str) -> float:
+    if not math.isfinite(float(word)):
+        raise ValueError(f"{word} is not a finite number")
+    return float(word)
 
 
 def list_steps(steps: Sequence[int]) -> str:

@@ -78,14 +78,12 @@ class Matrix:
         return cls(tensor.detach(), None, n_values, dtype or _name(tensor.dtype))
 
     @classmethod
-    def product(
-        cls, left: Tensor, right: Tensor, n_values: int | None = None, dtype: str | None = None
-    ) -> Self:
+    def product(cls, left: Tensor, right: Tensor, n_values: int | None = None, dtype: str | None = None) -> Self:
         """``left @ right``, or such products side by side, which is never multiplied out for spectra.
 
         Args:
-            left: (m, r); for b products side by side their left factors side by side, (m, b r). right: (r,
-            n); for b products side by side (b, r, n): [left_1 right_1, ..., left_b right_b] is m x (b n).
+            left: (m, r); for b products side by side their left factors side by side, (m, b r).
+            right: (r, n); for b products side by side (b, r, n): [left_1 right_1, ..., left_b right_b].
             n_values: Singular values that count; as many as a product of these shapes can have when None.
             dtype: Name of the storage dtype; that of ``left`` when None.
         """
@@ -151,8 +149,8 @@ class Matrix:
 def singular_values(x: Tensor) -> Tensor:
     """All min(m, n) singular values of a finite (m, n) tensor of any dtype: float64, descending.
 
-    They are the roots of the eigenvalues of the smaller Gram matrix in float64, 7 to 20 times faster than an
-    SVD, or those of an SVD in float64 where the Gram matrix would lose the small ones.
+    They are the roots of the eigenvalues of the smaller Gram matrix in float64, several times faster
+    than an SVD, or come from an SVD in float64 where the Gram matrix would lose the small ones.
     """
     _, exponent = math.frexp(largest_magnitude(x))
     scale = math.ldexp(1.0, exponent - 1)  # a power of two: exact, and squares stay in range

@@ -45,16 +45,15 @@ def open_run_folder(path: Path, config: RunConfig, *, name: str, suite: str | No
     Raises:
         RunFolderError: the folder holds something else than a run, or a run of another configuration; the keys that differ are named.
     """
-    hash_now = config_hash(config)
     if (path / "run.json").exists():
         identity = read_identity(path)
-        if identity["config_hash"] != hash_now:
-            before = load_config(path / "config.yaml").model_dump(mode="json")
-            changed = "\n  ".join(differences(before, config.model_dump(mode="json")))
+        stored = load_config(path / "config.yaml").model_dump(mode="json")  # keys added since then at their defaults
+        if changed := differences(stored, config.model_dump(mode="json")):
+            listed = "\n  ".join(changed)
             raise RunFolderError(
-                f"{path} holds a run of another configuration:\n  {changed}\n"
-                "Set these keys back to go on with that run, or give this one a name of its own (checkpointing.run_name; "
-                "for a suite the key `name`)."
+                f"{path} holds a run of another configuration:\n  {listed}\n"
+                "Set these keys back to go on with that run, or give this one a name of its own "
+                "(checkpointing.run_name; for a suite the key `name`)"
             )
     else:
         if path.exists() and any(path.iterdir()):
@@ -68,7 +67,7 @@ def open_run_folder(path: Path, config: RunConfig, *, name: str, suite: str | No
             "run_id": secrets.token_hex(16),
             "run": name,
             "suite": suite,
-            "config_hash": hash_now,
+            "config_hash": config_hash(config),
         }
     _replace(path / "config.yaml", to_yaml(config))
     _replace(path / "run.json", json.dumps(identity, indent=1) + "\n")

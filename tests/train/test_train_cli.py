@@ -1,0 +1,131 @@
+"""The command line as a user meets it: what it prints, and its exit codes."""
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from pico_train.cli import main
+
+Pico = Callable[..., Result]
+
+
+@pytest.fixture
+def pico() -> Pico:
+    return lambda *words: CliRunner().invoke(main, [str(word) for word in words])
+
+
+def test_a_run_from_start_to_end(pico: Pico, tiny_yaml: Path, tmp_path: Path) -> None:
+    result = pico("run", tiny_yaml, "evaluation.metrics=[held_out,sample]", "evaluation.sample.max_new_tokens=5")
+    assert result.exit_code == 0, result.output
+    assert "tiny writes:\n  | def " in result.stdout
+    header, row = result.stdout.splitlines()[-2:]
+    assert header.split()[:2] == ["run", "parameters"]
+    assert row.split()[:3] == ["tiny", "14,288", "768"]
+    assert (tmp_path / "runs" / "tiny" / "checkpoints" / "step_6" / "manifest.json").exists()
+
+    again = pico("run", "--config", tiny_yaml, "evaluation.metrics=[held_out,sample]", "evaluation.sample.max_new_tokens=5")
+    assert again.exit_code == 0
+    assert "tiny is finished: 6 steps" in again.stderr
+    assert again.stdout.splitlines()[-1].split()[:6] == row.split()[:6]
+
+    listed = pico("ls", tmp_path / "runs")
+    assert listed.exit_code == 0
+    assert "6 of 6" in listed.stdout
+    assert "5: 0, 1, 2 ... 6" in listed.stdout
+
+    verified = pico("verify", tmp_path / "runs" / "tiny")
+    assert (verified.exit_code, "5 checkpoints, 0 faults" in verified.stdout) == (0, True)
+    (tmp_path / "runs" / "tiny" / "checkpoints" / "step_1" / "config.json").unlink()
+    verified = pico("verify", tmp_path / "runs" / "tiny")
+    assert verified.exit_code == 1
+    assert "step_1/config.json is missing" in verified.stderr
+
+
+def test_a_dry_run_says_what_it_needs_and_starts_nothing(pico: Pico, tiny_yaml: Path, tmp_path: Path) -> None:
+    result = pico("run", tiny_yaml, "--dry-run")
+    assert result.exit_code == 0
+    assert "tiny: 14,288 parameters, 6 steps, 768 tokens, disk " in result.stdout
+    assert "5 checkpoints: 0, 1, 2, 4, 6" in result.stdout
+    assert not (tmp_path / "runs").exists()
+
+
+def test_the_disk_that_a_dry_run_states_is_what_the_trail_takes(pico: Pico, tiny_yaml: Path, tmp_path: Path) -> None:
+    from pico_train.config import load_config
+    from pico_train.estimate import estimate
+
+    overrides = ["model.d_model=128", "model.activation_hidden_dim=512", "training.max_steps=2"]
+    assert pico("run", tiny_yaml, *overrides).exit_code == 0
+    stored = sum(p.stat().st_size for p in (tmp_path / "runs").rglob("*.safetensors"))
+    assert estimate(load_config(tiny_yaml, overrides)).disk_bytes == pytest.approx(stored, rel=0.02)
+
+
+def test_the_batch_of_a_step_can_be_read(pico: Pico, tiny_yaml: Path, tmp_path: Path) -> None:
+    from safetensors.numpy import load_file
+
+    assert pico("run", tiny_yaml, "training.max_steps=1").exit_code == 0
+    run = tmp_path / "runs" / "tiny"
+    shown = pico("data", "at", "--run", run, "--step", 1)
+    assert shown.exit_code == 0
+    assert shown.stdout.count("--- sample ") == 8
+    lines = [json.loads(line) for line in pico("data", "at", "--run", run, "--step", 1, "--json").stdout.splitlines()]
+    stored = load_file(run / "checkpoints" / "step_1" / "learning_dynamics" / "train_batch.safetensors")
+    assert [line["sample_id"] for line in lines] == stored["sample_ids"].tolist()
+    assert [line["token_ids"] for line in lines] == stored["input_ids"].tolist()
+    late = pico("data", "at", "--run", run, "--step", 2)
+    assert late.exit_code == 2
+    assert "has the steps 0 to 1" in late.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["run"], "name the YAML of a run or a suite"),
+        (["run", "nowhere.yaml"], "nowhere.yaml"),
+        (["run", "{yaml}", "training.optimization.lr=fast"], "training.optimization.lr"),
+        (["run", "{yaml}", "weigth_decay=1"], "training.optimization.weight_decay"),
+        (["run", "{yaml}", "checkpointing.save_to_hf=true", "checkpointing.hf_checkpoint.repo_id=a/b"], "save_to_hf=false"),
+        (["run", "{yaml}", "data.dataset.path=nowhere.txt"], "nowhere.txt"),
+        (["run", "{yaml}", "model.max_seq_len=20000"], "20,001"),
+        (["run", "{yaml}", "checkpointing.learning_dynamics.layer_suffixes=[attn.o_projj]"], "attention.o_proj"),
+        (["run", "{yaml}", "training.fabric.accelerator=cuda"], "there is: cpu"),
+        (["run", "{yaml}", "training.fabric.precision=16-mixed"], "needs a CUDA device"),
+        (["ls", "nowhere"], "nowhere"),
+        (["verify", "{dir}"], "run.json"),
+        (["data", "at", "--run", "{dir}", "--step", "1"], "run.json"),
+    ],
+)
+def test_what_the_user_wrote_wrong_is_named_with_exit_code_2(
+    pico: Pico, tiny_yaml: Path, words: list[str], message: str
+) -> None:
+    result = pico(*[word.format(yaml=tiny_yaml, dir=tiny_yaml.parent) for word in words])
+    assert result.exit_code == 2, result.output
+    assert message in result.stderr
+    assert result.stderr.count("error: ") == 1
+    assert "Traceback" not in result.output
+
+
+def test_schemas_are_json(pico: Pico) -> None:
+    assert "data" in json.loads(pico("schema").stdout)["properties"]
+    assert "vary" in json.loads(pico("schema", "--suite").stdout)["properties"]
+
+
+def test_interrupted_by_ctrl_c_and_started_again(tiny_yaml: Path, tmp_path: Path) -> None:
+    """A real process, its real signal; what it leaves is what the next start goes on from."""
+    words = [sys.executable, "-m", "pico_train.cli", "run", str(tiny_yaml), "training.max_steps=3000", "model.dropout=0.1"]
+    with subprocess.Popen(words, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        for line in process.stderr:
+            if "step 20/" in line:
+                process.send_signal(signal.SIGINT)
+                break
+        rest = process.stderr.read()
+    assert process.returncode == 130
+    assert "the same command goes on" in rest
+    assert "Traceback" not in rest
+    assert list((tmp_path / "runs" / "tiny" / "checkpoints").glob("step_*"))
