@@ -52,6 +52,10 @@ class TestGini:
     def test_equal_magnitudes(self, x):
         assert gini(torch.tensor(x)) == 0
 
+    def test_equal_magnitudes_stay_in_range(self):
+        for n in range(2, 300):
+            assert 0 <= gini(torch.full((n,), 0.1, dtype=torch.float64)) < 1e-12
+
     def test_half_normal(self):
         assert gini(stored(1000, 1000)) == pytest.approx(math.sqrt(2) - 1, abs=2e-3)
 

@@ -46,6 +46,10 @@ class TestPER:
     def test_known_values(self, x, value):
         assert per(spectrum(x)) == pytest.approx(value, abs=5e-8)
 
+    def test_equal_values_stay_in_range(self):
+        for n in range(1, 300):
+            assert 1 - 1e-12 < per(torch.full((n,), 0.1)) <= 1
+
     def test_zeros_are_undefined(self):
         with pytest.raises(Undefined, match="all singular values are zero"):
             per(spectrum(torch.zeros(3, 3)))

@@ -57,7 +57,7 @@ def gini(x: Tensor) -> float:
         chunk_sum = chunk.sum()
         weighted += weights[: chunk.size] @ chunk + 2.0 * start * chunk_sum
         total += chunk_sum
-    return float(weighted / (n * total))
+    return max(float(weighted / (n * total)), 0.0)  # rounding leaves the range by 1e-16
 
 
 def hoyer(x: Tensor) -> float:
@@ -87,4 +87,4 @@ def hoyer(x: Tensor) -> float:
         l1 += relative.abs().sum().item()
         squares += relative.dot(relative).item()
     root = math.sqrt(x.numel())
-    return min(max((root - l1 / math.sqrt(squares)) / (root - 1), 0.0), 1.0)  # rounding leaves it by 1e-16
+    return min(max((root - l1 / math.sqrt(squares)) / (root - 1), 0.0), 1.0)  # as above
