@@ -1,17 +1,23 @@
 """Runs through the public door: what is trained, captured, stored, and what a stopped run ends with."""
 
 import json
+import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pico_train
 import pytest
 import torch
 from pico_train.checkpoint.folder import RunFolderError
-from pico_train.checkpoint.format import read_manifest, step_folders
+from pico_train.checkpoint.format import CheckpointError, read_manifest, step_folders
 from pico_train.config import RunConfig
+from pico_train.errors import UserError
 from pico_train.loop import NonFiniteError
 from pico_train.metrics_log import MetricsLog, Row, read_rows
+from pico_train.state import TrainState
+from pico_train.stopping import Stopped
 from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
@@ -346,3 +352,146 @@ def test_under_skip_the_pass_counts_and_the_update_does_not(tiny: Tiny) -> None:
         False
     ]
     assert read_rows(result.path / "metrics.jsonl")[3]["loss"] is None
+
+
+def test_restart_points_come_by_steps_and_only_the_newest_are_kept(tiny: Tiny) -> None:
+    section = "checkpointing.restart"
+    config = tiny(
+        f"{section}.every_n_steps=1", f"{section}.keep=2", "checkpointing.save_every_n_steps=0", "training.max_steps=12"
+    )
+    [result] = pico_train.train(config)
+    assert list(checkpoints(result.path)) == [0, 1, 2, 12]
+    assert list(step_folders(result.path / "restart")) == [10, 11]  # 0, 1 and 2 are milestones
+    manifest = read_manifest(result.path / "restart" / "step_11")
+    assert {row.kind for row in manifest.tensors} == {"weights", "optimizer"}
+    assert manifest.capture is None
+
+
+def test_a_run_goes_on_from_a_restart_point(tiny: Tiny, stop_at: Callable[[int | None], None]) -> None:
+    overrides = ("checkpointing.save_every_n_steps=0", "training.max_steps=9", "checkpointing.optimizer_state=restart")
+    [whole] = pico_train.train(tiny("checkpointing.run_name=whole", *overrides))
+    assert "training_state/optimizer.safetensors" not in {
+        row.path for row in read_manifest(checkpoints(whole.path)[9]).files
+    }
+    config = tiny("checkpointing.run_name=stopped", *overrides, "checkpointing.restart.every_n_steps=5")
+    stop_at(7)
+    with pytest.raises(KeyboardInterrupt):
+        pico_train.train(config)
+    stop_at(None)
+    [stopped] = pico_train.train(config)
+    assert rows_without_timings(stopped.path) == rows_without_timings(whole.path)
+    for step, folder in checkpoints(whole.path).items():
+        assert same(weights(folder), weights(checkpoints(stopped.path)[step]))
+
+
+def test_a_signal_stops_after_the_pass_with_a_restart_point(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    [whole] = pico_train.train(tiny("checkpointing.run_name=whole"))
+    append = MetricsLog.append
+
+    def append_and_signal(self: MetricsLog, row: Row) -> None:
+        append(self, row)
+        if row.step == 3:
+            for _ in range(2):  # a second one changes nothing
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(MetricsLog, "append", append_and_signal)
+    config = tiny()
+    with pytest.raises(Stopped, match=r"tiny stopped by SIGTERM at step 4; the same command goes on there") as caught:
+        pico_train.train(config)
+    assert caught.value.exit_code == 75
+    monkeypatch.undo()
+    [stopped] = pico_train.train(config)
+    assert rows_without_timings(stopped.path) == rows_without_timings(whole.path)
+    assert same(weights(checkpoints(stopped.path)[6]), weights(checkpoints(whole.path)[6]))
+
+
+def test_the_time_limit_stops_like_a_signal(tiny: Tiny) -> None:
+    config = tiny("training.max_minutes=1e-6")
+    with pytest.raises(Stopped, match="the time limit of 1e-06 minutes at step 0"):
+        pico_train.train(config)
+    assert list(step_folders(Path(config.checkpointing.runs_dir) / "tiny" / "restart")) == [0]
+    pico_train.train(tiny())
+
+
+def test_max_steps_may_grow_where_the_learning_rate_does_not_notice(tiny: Tiny) -> None:
+    constant = "training.optimization.lr_scheduler=constant"
+    [whole] = pico_train.train(tiny("checkpointing.run_name=whole", constant, "training.max_steps=8"))
+    pico_train.train(tiny(constant))
+    [longer] = pico_train.train(tiny(constant, "training.max_steps=8"))
+    assert same(weights(checkpoints(longer.path)[8]), weights(checkpoints(whole.path)[8]))
+    assert rows_without_timings(longer.path)[:-1] == rows_without_timings(whole.path)[:-1]
+    with pytest.raises(RunFolderError, match="6 now; the run is at step 8"):
+        pico_train.train(tiny(constant, "training.max_steps=6"))
+
+
+def test_max_steps_may_not_bend_a_curve_that_was_followed(tiny: Tiny) -> None:
+    pico_train.train(tiny("training.max_steps=4"))
+    with pytest.raises(
+        RunFolderError, match=r"max_steps: 4 before, 8 now; under lr_scheduler: cosine update 3, which is made"
+    ):
+        pico_train.train(tiny("training.max_steps=8"))
+
+
+def test_what_only_changes_rounding_may_change_with_a_warning(
+    tiny: Tiny, stop_at: Callable[[int | None], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    stop_at(3)
+    with pytest.raises(KeyboardInterrupt):
+        pico_train.train(tiny())
+    stop_at(None)
+    with caplog.at_level("WARNING", logger="pico_train"):
+        pico_train.train(tiny("training.optimization.gradient_accumulation_steps=4"))
+    assert "gradient_accumulation_steps: 2 before, 4 now; from here on" in caplog.text
+
+
+def test_weights_that_are_not_finite_are_never_published(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    import pico_train.loop
+
+    update = pico_train.loop.update
+
+    def poison(state: TrainState, *rest: object) -> None:
+        update(state, *rest)  # type: ignore[arg-type]
+        if state.step == 1:
+            state.model.output_norm.weight.data[0] = float("nan")
+
+    monkeypatch.setattr(pico_train.loop, "update", poison)
+    config = tiny("training.non_finite=skip")
+    with pytest.raises(CheckpointError, match="step 2: the weights of output_norm are not finite; nothing was saved"):
+        pico_train.train(config)
+    assert list(checkpoints(Path(config.checkpointing.runs_dir) / "tiny")) == [0, 1]
+
+
+def test_a_disk_without_room_is_found_before_step_0(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=1000))
+    config = tiny()
+    with pytest.raises(UserError, match=r"needs .* GB more .*checkpointing\.ignore_disk_space=true"):
+        pico_train.train(config)
+    assert not checkpoints(Path(config.checkpointing.runs_dir) / "tiny")
+    pico_train.train(tiny("checkpointing.ignore_disk_space=true"))
+
+
+def test_a_disk_that_fills_while_training_stops_it_with_all_before_whole(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import pico_train.checkpoint.write as write
+
+    save_file, n_calls = write.save_file, 0
+
+    def full(*args: object, **kwargs: object) -> None:
+        nonlocal n_calls
+        n_calls += 1
+        if n_calls > 20:
+            raise OSError(28, "No space left on device")
+        save_file(*args, **kwargs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(write, "save_file", full)
+    config = tiny("checkpointing.save_every_n_steps=1")
+    with pytest.raises(CheckpointError, match="could not be written: No space left on device"):
+        pico_train.train(config)
+    monkeypatch.undo()
+    run = Path(config.checkpointing.runs_dir) / "tiny"
+    assert list(checkpoints(run)) == [0, 1]
+    assert not list(run.rglob("*.tmp"))
+    [whole] = pico_train.train(tiny("checkpointing.save_every_n_steps=1", "checkpointing.run_name=whole"))
+    pico_train.train(config)
+    assert same(weights(checkpoints(run)[6]), weights(checkpoints(whole.path)[6]))

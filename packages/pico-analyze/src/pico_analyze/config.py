@@ -22,7 +22,15 @@ from pico_analyze.strict_yaml import (
     validated,
 )
 
-__all__ = ["AnalysisConfig", "ComponentEntry", "ConfigError", "MetricEntry", "StepRange", "load_config"]
+__all__ = [
+    "AnalysisConfig",
+    "ComponentEntry",
+    "ConfigError",
+    "MetricEntry",
+    "StepRange",
+    "load_config",
+    "not_built_yet",
+]
 
 Step = Annotated[int, Field(ge=0)]
 Text = Annotated[str, Field(min_length=1)]
@@ -70,9 +78,7 @@ class ComponentEntry(Section):
         if not self.layers:
             yield Problem("layers", self.layers, "selects nothing; list block numbers, or write all")
         if self.order is not None and (self.component_name, self.data_type) != ("ov_circuit", "weights"):
-            yield Problem(
-                "order", self.order, "is only for the weights of ov_circuit", ("component_name", "data_type")
-            )
+            yield Problem("order", self.order, "is only for the weights of ov_circuit", ("component_name", "data_type"))
 
 
 class MetricEntry(Section):
@@ -84,9 +90,7 @@ class MetricEntry(Section):
         description="the batch behind activations and gradients: train = the batch of the step, "
         "val = the held-out probe, the same at every step; weights do not need it",
     )
-    components: Annotated[tuple[ComponentEntry, ...], Strict(False)] = Field(
-        (), description="what it is measured on"
-    )
+    components: Annotated[tuple[ComponentEntry, ...], Strict(False)] = Field((), description="what it is measured on")
     norm_type: Literal["frobenius", "nuclear", "spectral", "inf", "inf_operator"] | None = Field(
         None, description="which norm, only for norm; inf = largest absolute entry, as published"
     )
@@ -98,8 +102,7 @@ class MetricEntry(Section):
     )
     weights_from: Literal["x", "y"] | None = Field(
         None,
-        description="side that weighs the correlations, only for pwcca: "
-        "x = the step, y = the target; null = x",
+        description="side that weighs the correlations, only for pwcca: x = the step, y = the target; null = x",
     )
 
     @property
@@ -113,9 +116,7 @@ class MetricEntry(Section):
         for key, (metrics, needed) in OWN_KEYS.items():
             value = getattr(self, key)
             if value is None and needed and self.metric_name in metrics:
-                yield Problem(
-                    key, None, f"is not enough for {self.metric_name}; give {needed}", ("metric_name",)
-                )
+                yield Problem(key, None, f"is not enough for {self.metric_name}; give {needed}", ("metric_name",))
             if value is not None and self.metric_name not in metrics:
                 yield Problem(
                     key,
@@ -127,9 +128,7 @@ class MetricEntry(Section):
             yield Problem("components", [], "is empty: the metric is measured on nothing")
         captured = sorted({c.data_type for c in self.components} - {"weights"})
         if captured and self.data_split is None:
-            yield Problem(
-                "data_split", None, f"must be train or val for {' and '.join(captured)}", ("components",)
-            )
+            yield Problem("data_split", None, f"must be train or val for {' and '.join(captured)}", ("components",))
 
 
 class WandbConfig(Section):
@@ -155,9 +154,7 @@ class MonitoringConfig(Section):
         for key in ("entity", "project"):
             value = getattr(self.wandb, key)
             if self.save_to_wandb and not value:
-                yield Problem(
-                    f"wandb.{key}", value, "must not be empty when save_to_wandb is true", ("save_to_wandb",)
-                )
+                yield Problem(f"wandb.{key}", value, "must not be empty when save_to_wandb is true", ("save_to_wandb",))
 
 
 class AnalysisConfig(Section):
@@ -166,9 +163,7 @@ class AnalysisConfig(Section):
     analysis_name: str | None = Field(
         None, description="sub-folder of monitoring.output_dir; null = <run or suite>_analysis"
     )
-    runs: Texts = Field(
-        (), description="run folders, globs of them, or <runs_dir>/<suite>; --run-path replaces them"
-    )
+    runs: Texts = Field((), description="run folders, globs of them, or <runs_dir>/<suite>; --run-path replaces them")
     steps: Steps | StepRange | Literal["all"] = Field(
         "all", description="checkpoints: a list, a range {start, end, step}, or all that a run has"
     )
@@ -210,3 +205,10 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> AnalysisConf
     """
     path = Path(path)
     return validated(AnalysisConfig, overridden(read_mapping(path), overrides), str(path))
+
+
+def not_built_yet(config: AnalysisConfig) -> list[str]:
+    """What ``config`` asks for that this version cannot do, one line each: key, value, override to use."""
+    if not config.monitoring.save_to_wandb:
+        return []
+    return ["monitoring.save_to_wandb: true: Weights & Biases: not built yet; use monitoring.save_to_wandb=false"]

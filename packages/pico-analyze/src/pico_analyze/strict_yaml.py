@@ -82,9 +82,7 @@ class _Loader(yaml.SafeLoader):
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode):
                 if (key.tag, key.value) in seen:
-                    raise yaml.MarkedYAMLError(
-                        problem=f"the key {key.value} stands twice", problem_mark=key.start_mark
-                    )
+                    raise yaml.MarkedYAMLError(problem=f"the key {key.value} stands twice", problem_mark=key.start_mark)
                 seen.add((key.tag, key.value))
         return super().construct_mapping(node, deep=deep)
 
@@ -206,9 +204,7 @@ def validated(section: type[S], raw: Mapping[str, Any], source: str) -> S:
     return config
 
 
-def checked(
-    section: type[S], raw: Mapping[str, Any], prefix: str, lines: list[str], root: type[Section]
-) -> S | None:
+def checked(section: type[S], raw: Mapping[str, Any], prefix: str, lines: list[str], root: type[Section]) -> S | None:
     """``raw`` as a ``section``, or None when something in it is wrong; what is wrong is added to ``lines``.
 
     Sections below are checked first, each on its own. Then what does not fit is set aside and the rest is
@@ -249,11 +245,7 @@ def checked(
             found = explained(section, rest, prefix, error, root)
         else:
             return config if len(lines) == n_lines else None
-        new = {
-            line: keys
-            for line, keys in found.items()
-            if not any(covers(k, old) for k in keys for old in aside)
-        }
+        new = {line: keys for line, keys in found.items() if not any(covers(k, old) for k in keys for old in aside)}
         lines += new
         aside |= {key for keys in new.values() for key in keys}
         rest = {key: value for key, value in rest.items() if key not in aside}
@@ -279,9 +271,7 @@ def explained(
             case "missing":
                 found[f"{prefix}{key}: missing; needed: {allowed(section, key)}"] = (key,)
             case _:
-                found[
-                    f"{prefix}{key}: {shown(raw[key])} is not allowed; allowed: {allowed(section, key)}"
-                ] = (key,)
+                found[f"{prefix}{key}: {shown(raw[key])} is not allowed; allowed: {allowed(section, key)}"] = (key,)
     return found
 
 
@@ -357,9 +347,7 @@ def in_words(schema: Mapping[str, Any], definitions: Mapping[str, Any]) -> str:
 def suggestion(section: type[Section], unknown: str, prefix: str, root: type[Section]) -> str:
     """The valid key that ``unknown`` most likely means, in its section or elsewhere; else what there is."""
     if "." in unknown:
-        return (
-            f"in a file, write it as sections: {unknown.replace('.', ': {')}: ...{'}' * unknown.count('.')}"
-        )
+        return f"in a file, write it as sections: {unknown.replace('.', ': {')}: ...{'}' * unknown.count('.')}"
     word = unknown.lower().replace("-", "_")
 
     def likeness(key: str) -> float:

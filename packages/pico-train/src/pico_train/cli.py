@@ -25,11 +25,8 @@ def reports_errors(command: Callable[..., None]) -> Callable[..., None]:
         try:
             command(*args, **kwargs)
         except PicoError as error:
-            click.echo(f"error: {error}", err=True)
+            click.echo(str(error) if error.exit_code == 75 else f"error: {error}", err=True)
             sys.exit(error.exit_code)
-        except KeyboardInterrupt:
-            click.echo("interrupted: the same command goes on from the newest checkpoint", err=True)
-            sys.exit(130)
 
     return run
 
@@ -175,7 +172,8 @@ def _print_plan(suite: "Suite") -> None:
         disk += needs.disk_bytes
         click.echo(
             f"{config.checkpointing.run_name}: {needs.n_parameters:,} parameters, {config.training.max_steps:,} steps, "
-            f"{needs.tokens:,} tokens, disk {_size(needs.disk_bytes)}, memory {_size(needs.memory_bytes)}\n"
+            f"{needs.tokens:,} tokens, disk {_size(needs.disk_bytes)} and up to "
+            f"{_size(needs.restart_bytes)} of restart points, memory {_size(needs.memory_bytes)}\n"
             f"  {len(needs.save_steps)} checkpoints: {', '.join(map(str, needs.save_steps))}"
         )
     click.echo(f"{len(suite.runs)} runs, disk {_size(disk)}; nothing was started")

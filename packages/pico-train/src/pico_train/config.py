@@ -276,6 +276,9 @@ class TrainingConfig(Section):
         "stop", description="a loss or gradient that is not finite: stop the run, or skip that update"
     )
     max_skips: int = Field(10, gt=0, description="updates that `skip` may leave out in a whole run")
+    max_minutes: float | None = Field(
+        None, gt=0, description="stop after this time with a restart point and exit code 75; null = no limit"
+    )
 
 
 # ---- evaluation
@@ -379,6 +382,14 @@ class ScheduleConfig(Section):
     last: bool = Field(True, description="also at max_steps, the final weights")
 
 
+class RestartConfig(Section):
+    """Restart points: weights and optimizer only, in a folder of their own, so that a stop costs little."""
+
+    every_minutes: float | None = Field(10.0, gt=0, description="minutes after the last save; null = not by time")
+    every_n_steps: int = Field(0, ge=0, description="steps between two of them; 0 = not by steps")
+    keep: int = Field(2, gt=0, description="how many of the newest are kept; milestones are never deleted")
+
+
 TokenRule = Literal["last", "position", "mean", "all", "sample"]
 
 
@@ -435,6 +446,13 @@ class CheckpointingConfig(Section):
     )
     save_every_n_steps: int = Field(1000, ge=0, description="steps between two checkpoints; 0 = no periodic save")
     schedule: ScheduleConfig = ScheduleConfig()
+    optimizer_state: Literal["all", "restart"] | Annotated[int, Field(gt=0)] = Field(
+        "all",
+        description="which milestones hold the optimizer's moments, twice the size of the weights: all, every k-th, "
+        "or restart = none, only the restart points",
+    )
+    restart: RestartConfig = RestartConfig()
+    ignore_disk_space: bool = Field(False, description="start although the disk has less room than the trail will take")
     save_to_hf: bool | None = Field(False, description="upload to the Hub; null = no")
     hf_checkpoint: HubConfig = HubConfig()
     training: ResumeConfig = ResumeConfig()
@@ -452,6 +470,12 @@ class CheckpointingConfig(Section):
         steps |= {2**k for k in range(schedule.log2_until.bit_length())}
         steps |= set(schedule.also)
         return sorted(step for step in steps if step <= max_steps)
+
+    def holds_optimizer(self, step: int, max_steps: int) -> bool:
+        """Whether the milestone of ``step`` stores the optimizer; that of step 0 always does, as there is nothing to store."""
+        if isinstance(self.optimizer_state, int):
+            return self.save_steps(max_steps).index(step) % self.optimizer_state == 0
+        return self.optimizer_state == "all" or step == 0
 
     def problems(self) -> Iterator[Problem]:
         """The run's name is a folder; an upload needs to know where."""
@@ -606,7 +630,25 @@ DOES_NOT_MATTER = frozenset(
         "checkpointing.save_to_hf",
         "checkpointing.hf_checkpoint",
         "checkpointing.training",
+        "checkpointing.optimizer_state",
+        "checkpointing.restart",
+        "checkpointing.ignore_disk_space",
+        "training.max_minutes",
         "checkpointing.learning_dynamics.batch_size",
+    }
+)
+
+
+# Keys that may change when a run goes on: where and in what parts a pass is computed, which changes its numbers by
+# rounding only; and max_steps, as long as every update made so far keeps its learning rate (checkpoint/folder.py).
+MAY_CHANGE = frozenset(
+    {
+        "training.max_steps",
+        "training.optimization.gradient_accumulation_steps",
+        "training.fabric.num_nodes",
+        "training.fabric.num_devices",
+        "training.fabric.num_threads",
+        "training.fabric.accelerator",
     }
 )
 
@@ -626,15 +668,15 @@ def config_hash(config: RunConfig) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """One line per setting that matters and differs between two configurations, given as nested mappings."""
+def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, str]:
+    """What matters and differs between two configurations, both as plain nested mappings: key -> a line for the user."""
     before, after = what_matters(old), what_matters(new)
-    return [
-        f"{key}: {shown(before[key]) if key in before else 'missing'} before, "
+    return {
+        key: f"{key}: {shown(before[key]) if key in before else 'missing'} before, "
         f"{shown(after[key]) if key in after else 'missing'} now"
         for key in (before | after)
         if key not in before or key not in after or before[key] != after[key]
-    ]
+    }
 
 
 def not_built_yet(config: RunConfig) -> list[str]:

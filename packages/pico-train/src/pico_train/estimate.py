@@ -1,11 +1,14 @@
 """What a run will need: its steps, tokens, disk and memory, from the configuration alone. Nothing is allocated."""
 
+import shutil
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
 from pico_train.capture import modules_to_capture
 from pico_train.config import RunConfig
+from pico_train.errors import UserError
 from pico_train.model.decoder import PicoDecoder
 
 FP32 = 4  # bytes
@@ -14,26 +17,30 @@ INTERPRETER_BYTES = 450_000_000  # Python with torch and Lightning loaded, befor
 
 @dataclass(frozen=True)
 class Estimate:
-    """The needs of one run; bytes are bytes."""
+    """The needs of one run: ``disk_bytes`` of its milestones, ``restart_bytes`` of its restart points at most."""
 
     n_parameters: int
     tokens: int
     save_steps: list[int]
     disk_bytes: int
+    restart_bytes: int
     memory_bytes: int
 
 
 def estimate(config: RunConfig) -> Estimate:
     """Count what a run of ``config`` computes and stores.
 
-    Disk: for each saved step the weights and two moments per parameter (none at step 0) in fp32, and per split the captured
-    activations and gradients. Memory, on a CPU: weights, gradients and two moments in fp32; what the backward pass of one micro-batch keeps
+    Disk: for each milestone the weights in fp32, with them two moments per parameter where the optimizer is stored (none at step 0), and per
+    split the captured activations and gradients; and the restart points that are kept, with one more while it is written. Memory, on a CPU: weights, gradients and two moments in fp32; what the backward pass of one micro-batch keeps
     (per block about 12 numbers of width d_model, 4 of the hidden width and the attention's output and log-sum, and three copies of
-    the logits); one checkpoint's capture; and the interpreter.
+    the logits); one checkpoint's
+    capture; the snapshot that is being written (weights, moments, capture); and the interpreter.
     """
     model, training, dynamics = config.model, config.training, config.checkpointing.learning_dynamics
     n = model.n_parameters
-    steps = config.checkpointing.save_steps(training.max_steps)
+    checkpointing = config.checkpointing
+    steps = checkpointing.save_steps(training.max_steps)
+    with_optimizer = {step for step in steps if checkpointing.holds_optimizer(step, training.max_steps)}
     capture = _capture_bytes(config) if dynamics.layer_suffixes else 0
     n_micro = training.optimization.gradient_accumulation_steps
     micro_tokens = config.data.dataloader.batch_size // n_micro * model.max_seq_len
@@ -42,8 +49,9 @@ def estimate(config: RunConfig) -> Estimate:
         n_parameters=n,
         tokens=training.max_steps * config.data.dataloader.batch_size * model.max_seq_len,
         save_steps=steps,
-        disk_bytes=sum(FP32 * n * (1 if step == 0 else 3) + capture for step in steps),
-        memory_bytes=INTERPRETER_BYTES + FP32 * (4 * n + micro_tokens * per_token) + capture,
+        disk_bytes=sum(FP32 * n * (3 if step and step in with_optimizer else 1) + capture for step in steps),
+        restart_bytes=(checkpointing.restart.keep + 1) * FP32 * 3 * n,
+        memory_bytes=INTERPRETER_BYTES + FP32 * (7 * n + micro_tokens * per_token) + 2 * capture,
     )
 
 
@@ -63,3 +71,21 @@ def _capture_bytes(config: RunConfig) -> int:
         rows = n_sequences * rows_per_sequence.get(dynamics.effective_rule, 1)
         total += sum(FP32 * (rows * shape[0] + shape.numel()) for shape in shapes) + n_sequences * (seq_len + 3) * 4
     return total
+
+
+def check_disk(config: RunConfig, run: Path) -> None:
+    """Refuse to start where the disk of ``run`` cannot hold what its trail still needs.
+
+    Raises:
+        UserError: there is too little room, and ``checkpointing.ignore_disk_space`` does not say to start all the same.
+    """
+    needs = estimate(config)
+    there = sum(path.stat().st_size for path in run.rglob("*.safetensors"))
+    missing = needs.disk_bytes + needs.restart_bytes - there
+    free = shutil.disk_usage(run).free
+    if missing > free and not config.checkpointing.ignore_disk_space:
+        raise UserError(
+            f"the trail of {run.name} needs {missing / 1e9:,.3g} GB more and the disk of {run} has {free / 1e9:,.3g} GB free; make room, "
+            "save less (checkpointing.save_every_n_steps, checkpointing.optimizer_state), or start all the same with "
+            "checkpointing.ignore_disk_space=true"
+        )

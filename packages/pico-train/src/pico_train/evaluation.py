@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from pico_train.checkpoint.format import file_hash
+from pico_train.checkpoint.contents import weights_hash
 from pico_train.config import EvaluationConfig
 from pico_train.data.batches import Batch, probe
 from pico_train.data.cache import TokenCache
@@ -35,7 +35,7 @@ class Evaluator:
 
         What is stored already for the very weights is not computed again.
         """
-        weights = file_hash(self.run / "checkpoints" / f"step_{state.step}" / "model.safetensors")
+        weights = weights_hash(state.model)
         loss: float | None = None
         for name in self.section.metrics or ():
             assert name != "paloma", "refused before training"

@@ -62,11 +62,16 @@ def train(
     optimizer: torch.optim.Optimizer,
     batches: Batches,
     objective: Objective,
-    save: Callable[[TrainState, dict[Split, Captured]], object],
+    save: Callable[[TrainState, dict[Split, Captured]], None],
+    save_restart_point: Callable[[TrainState], None],
+    restart_due: Callable[[int], bool],
+    stopping: Callable[[], bool],
     evaluate: Callable[[TrainState], float | None],
     log: Callable[[Row], None],
-) -> None:
-    """Run the passes from ``state.step`` to ``passes.max_steps``.
+) -> bool:
+    """Run the passes from ``state.step`` to ``passes.max_steps``; whether the end was reached.
+
+    Asked before each pass, ``stopping`` ends the loop with a restart point of the step that was reached.
 
     Args:
         state: changed in place; its ``model`` is what ``forward`` wraps, its ``optimizer`` what ``optimizer`` wraps.
@@ -77,6 +82,11 @@ def train(
     """
     model, scaler = state.model, state.scaler
     for step in range(state.step, passes.max_steps + 1):
+        stop = stopping()
+        if stop or restart_due(step):
+            save_restart_point(state)
+        if stop:
+            return False
         began = time.perf_counter()
         batch = batches.at(step).to(fabric.device)
         saving = step in passes.save_at
@@ -139,6 +149,7 @@ def train(
         )
         if not last:
             state.step = step + 1
+    return True
 
 
 def forward_backward(

@@ -1,6 +1,5 @@
-"""The optimizer and the learning rate: which parameters decay, how the rate moves, and the optimizer's state by parameter name."""
+"""The optimizer: which parameters decay, and its state by parameter name."""
 
-import math
 from collections.abc import Mapping
 from typing import Literal
 
@@ -8,7 +7,6 @@ import torch
 from torch import Tensor, nn
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")
-Schedule = Literal["linear_with_warmup", "linear", "cosine", "wsd", "constant"]
 
 
 def adamw(
@@ -32,37 +30,6 @@ def adamw(
         (decays if decay_on == "all" or is_matrix else rests).append(parameter)
     groups = [{"params": decays, "weight_decay": weight_decay}, {"params": rests, "weight_decay": 0.0}]
     return torch.optim.AdamW([g for g in groups if g["params"]], lr=0.0, betas=betas, eps=eps, fused=fused)
-
-
-def learning_rate(
-    step: int,
-    *,
-    schedule: Schedule,
-    peak: float,
-    warmup_steps: int,
-    max_steps: int,
-    min_ratio: float,
-    decay_fraction: float,
-) -> float:
-    """The learning rate of update ``step`` (0-based).
-
-    ``linear_with_warmup`` is the published curve: ``peak * step / warmup``, so the first update has rate 0, then straight down to
-    0 at ``max_steps``. The others warm up as ``peak * (step + 1) / warmup`` and then go from ``peak`` to ``min_ratio * peak`` at
-    ``max_steps``: ``linear`` straight, ``cosine`` along half a cosine, ``wsd`` flat and straight down over the last
-    ``decay_fraction`` of all steps; ``constant`` stays at ``peak``.
-    """
-    if schedule == "linear_with_warmup":
-        if step < warmup_steps:
-            return peak * step / max(1, warmup_steps)
-        return peak * max(0.0, (max_steps - step) / max(1, max_steps - warmup_steps))
-    if step < warmup_steps:
-        return peak * (step + 1) / warmup_steps
-    if schedule == "constant":
-        return peak
-    begin = warmup_steps if schedule != "wsd" else max(warmup_steps, round(max_steps * (1 - decay_fraction)))
-    done = min(1.0, max(0.0, (step - begin) / max(1, max_steps - begin)))
-    left = (1 + math.cos(math.pi * done)) / 2 if schedule == "cosine" else 1 - done
-    return peak * (min_ratio + (1 - min_ratio) * left)
 
 
 def state_by_name(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:

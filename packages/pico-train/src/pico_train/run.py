@@ -5,21 +5,23 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from pico_train.capture import CaptureRule, modules_to_capture
+from pico_train.checkpoint.background import Background
 from pico_train.checkpoint.contents import probe_hash
 from pico_train.checkpoint.folder import RunFolder, RunFolderError, open_run_folder, read_identity
 from pico_train.checkpoint.resume import resume
-from pico_train.checkpoint.save import Saver
+from pico_train.checkpoint.retention import RestartSchedule
+from pico_train.checkpoint.save import Saver, git_commit
 from pico_train.config import RunConfig, load_config, not_built_yet
 from pico_train.data.batches import Batches, Sample, probe
 from pico_train.data.cache import TokenCache, open_cache
 from pico_train.errors import UserError
+from pico_train.estimate import check_disk
 from pico_train.evaluation import Evaluator
 from pico_train.hardware import choose_hardware, start_fabric
 from pico_train.logs import Progress, log_to
@@ -28,8 +30,10 @@ from pico_train.loop import train as train_loop
 from pico_train.metrics_log import MetricsLog, Row, read_rows
 from pico_train.model.decoder import PicoDecoder
 from pico_train.objectives import next_token
-from pico_train.optim import adamw, learning_rate
+from pico_train.optim import adamw
+from pico_train.schedule import schedule_of
 from pico_train.state import TrainState
+from pico_train.stopping import Stopped, StopRequest
 from pico_train.strict_yaml import ConfigError
 from pico_train.suite import Suite
 
@@ -61,11 +65,19 @@ def train_suite(suite: Suite, command: Sequence[str]) -> list[RunResult]:
     problems = list(dict.fromkeys(problem for config in suite.runs for problem in not_built_yet(config)))
     if problems:
         raise ConfigError(str(suite.path), problems)
-    return [train_run(config, suite=suite.name, command=command) for config in suite.runs]
+    results = []
+    with StopRequest(suite.runs[0].training.max_minutes) as stop:
+        for config in suite.runs:
+            results.append(train_run(config, suite=suite.name, command=command, stop=stop))
+    return results
 
 
-def train_run(config: RunConfig, *, suite: str | None, command: Sequence[str]) -> RunResult:
-    """Train one run to its end, from wherever it stands."""
+def train_run(config: RunConfig, *, suite: str | None, command: Sequence[str], stop: StopRequest) -> RunResult:
+    """Train one run to its end, from wherever it stands.
+
+    Raises:
+        Stopped: a signal or the time limit came first; a restart point is saved.
+    """
     began = time.perf_counter()
     name = config.checkpointing.run_name
     assert name is not None, "the loader names every run"
@@ -75,13 +87,16 @@ def train_run(config: RunConfig, *, suite: str | None, command: Sequence[str]) -
         if rows and rows[-1]["step"] == config.training.max_steps:
             log.info("%s is finished: %d steps, in %s", name, config.training.max_steps, folder.path)
         else:
+            check_disk(config, folder.path)
             cache = open_cache(config.data, model_vocab_size=config.model.vocab_size)
             with torch.random.fork_rng():  # the loop seeds every pass; the caller's random state is left alone
-                _train(folder, config, cache, tuple(command))
+                _train(folder, config, cache, tuple(command), stop)
     return _result(folder, config, time.perf_counter() - began)
 
 
-def _train(folder: RunFolder, config: RunConfig, cache: TokenCache, command: tuple[str, ...]) -> None:
+def _train(
+    folder: RunFolder, config: RunConfig, cache: TokenCache, command: tuple[str, ...], stop: StopRequest
+) -> None:
     """Build what a run needs, put the newest checkpoint back, and hand over to the loop."""
     optimization, dynamics = config.training.optimization, config.checkpointing.learning_dynamics
     seq_len, max_steps = config.model.max_seq_len, config.training.max_steps
@@ -110,7 +125,7 @@ def _train(folder: RunFolder, config: RunConfig, cache: TokenCache, command: tup
             f"{folder.path} has checkpoints and checkpointing.training.auto_resume is false: "
             "set it to true to go on from them, or give this run another checkpointing.run_name"
         )
-    manifest = resume(folder.checkpoints, state)
+    manifest = resume((folder.checkpoints, folder.restart), state)
     if manifest and manifest.data.fingerprint != cache.fingerprint:
         raise RunFolderError(
             f"{folder.path} was trained on other data: its token cache had the fingerprint {manifest.data.fingerprint[:16]}, "
@@ -122,15 +137,7 @@ def _train(folder: RunFolder, config: RunConfig, cache: TokenCache, command: tup
     passes = Passes(
         max_steps=max_steps,
         micro_batch_size=batches.batch_size // optimization.gradient_accumulation_steps,
-        learning_rate=partial(
-            learning_rate,
-            schedule=optimization.lr_scheduler,
-            peak=optimization.lr,
-            warmup_steps=optimization.lr_warmup_steps,
-            max_steps=max_steps,
-            min_ratio=optimization.min_lr_ratio,
-            decay_fraction=optimization.decay_fraction,
-        ),
+        learning_rate=schedule_of(config.training),
         max_grad_norm=optimization.max_grad_norm,
         non_finite=config.training.non_finite,
         max_skips=config.training.max_skips,
@@ -151,13 +158,33 @@ def _train(folder: RunFolder, config: RunConfig, cache: TokenCache, command: tup
     progress = Progress(
         folder.name, begin=state.step, max_steps=max_steps, every=config.monitoring.logging.log_every_n_steps
     )
-    with MetricsLog(folder.metrics, state.step) as metrics, progress:
+    restart = config.checkpointing.restart
+    restart_schedule = RestartSchedule(
+        every_n_steps=restart.every_n_steps,
+        every_minutes=restart.every_minutes,
+        saved_anyway=frozenset(s for s in save_at if config.checkpointing.holds_optimizer(s, max_steps)),
+    )
+    stop.defer()
+    with MetricsLog(folder.metrics, state.step) as metrics, progress, Background() as background:
 
         def log_row(row: Row) -> None:
             metrics.append(row)
             progress.show(row)
 
-        train_loop(
+        saver = Saver(
+            folder=folder,
+            config=config,
+            cache=cache,
+            hardware=hardware,
+            rule=rule,
+            probe_hash=probe_hash(probe_batch.input_ids) if probe_batch else None,
+            command=command,
+            git_commit=git_commit(),
+            background=background,
+            restart_schedule=restart_schedule,
+            before_publishing=metrics.sync,
+        )
+        done = train_loop(
             state,
             passes,
             fabric=fabric,
@@ -165,19 +192,15 @@ def _train(folder: RunFolder, config: RunConfig, cache: TokenCache, command: tup
             optimizer=fabric_optimizer,
             batches=batches,
             objective=next_token,
-            save=Saver(
-                folder=folder,
-                config=config,
-                cache=cache,
-                hardware=hardware,
-                rule=rule,
-                probe_hash=probe_hash(probe_batch.input_ids) if probe_batch else None,
-                command=command,
-                before_publishing=metrics.sync,
-            ),
+            save=saver.milestone,
+            save_restart_point=saver.restart_point,
+            restart_due=restart_schedule.due,
+            stopping=lambda: stop.reason is not None,
             evaluate=Evaluator(folder.path, config.evaluation, cache, fabric.device, fabric.autocast),
             log=log_row,
         )
+    if not done:
+        raise Stopped(f"{folder.name} stopped by {stop.reason} at step {state.step:,}; the same command goes on there")
 
 
 def _capture_rule(config: RunConfig, model: PicoDecoder) -> CaptureRule | None:

@@ -1,5 +1,6 @@
 """What goes into a checkpoint: the state of training and what was captured, as tensors with their places and documents."""
 
+import hashlib
 import json
 from collections.abc import Mapping
 
@@ -18,6 +19,12 @@ from pico_train.state import TrainState, scaler_state
 WEIGHTS = "model.safetensors"
 OPTIMIZER = "training_state/optimizer.safetensors"
 STATE = "training_state/state.json"
+
+
+def weights_hash(model: PicoDecoder) -> str:
+    """SHA-256 over the content hashes of all weights, one a line, in the manifest's order: what evaluations are keyed by."""
+    lines = "\n".join(stored.row().sha256 for stored in weight_tensors(model))
+    return hashlib.sha256(lines.encode("ascii")).hexdigest()
 
 
 def weight_tensors(model: PicoDecoder) -> list[StoredTensor]:

@@ -1,14 +1,19 @@
 """The run folder: whose it is, and whether what is asked for now is what it was made for."""
 
 import json
+import logging
 import secrets
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pico_train.checkpoint.format import FORMAT_VERSION
-from pico_train.config import RunConfig, config_hash, differences, load_config, to_yaml
+from pico_train.config import MAY_CHANGE, RunConfig, config_hash, differences, load_config, to_yaml
 from pico_train.errors import UserError
+from pico_train.metrics_log import read_rows
+from pico_train.schedule import schedule_of
+
+log = logging.getLogger(__name__)
 
 RUN_FORMAT = "pico-run"
 
@@ -32,6 +37,11 @@ class RunFolder:
         return self.path / "checkpoints"
 
     @property
+    def restart(self) -> Path:
+        """Where the restart points are."""
+        return self.path / "restart"
+
+    @property
     def metrics(self) -> Path:
         """The log of all passes."""
         return self.path / "metrics.jsonl"
@@ -40,21 +50,14 @@ class RunFolder:
 def open_run_folder(path: Path, config: RunConfig, *, name: str, suite: str | None) -> RunFolder:
     """Make the folder of a run, or open it if it was made for the same configuration.
 
-    Keys that no number depends on may have changed; ``config.yaml`` then holds the new ones.
+    Keys that no number depends on may have changed, and those of ``config.MAY_CHANGE``; ``config.yaml`` then holds the new ones.
 
     Raises:
         RunFolderError: the folder holds something else than a run, or a run of another configuration; the keys that differ are named.
     """
     if (path / "run.json").exists():
         identity = read_identity(path)
-        stored = load_config(path / "config.yaml").model_dump(mode="json")  # keys added since then at their defaults
-        if changed := differences(stored, config.model_dump(mode="json")):
-            listed = "\n  ".join(changed)
-            raise RunFolderError(
-                f"{path} holds a run of another configuration:\n  {listed}\n"
-                "Set these keys back to go on with that run, or give this one a name of its own "
-                "(checkpointing.run_name; for a suite the key `name`)"
-            )
+        _check_changes(path, load_config(path / "config.yaml"), config)
     else:
         if path.exists() and any(path.iterdir()):
             raise RunFolderError(
@@ -72,6 +75,36 @@ def open_run_folder(path: Path, config: RunConfig, *, name: str, suite: str | No
     _replace(path / "config.yaml", to_yaml(config))
     _replace(path / "run.json", json.dumps(identity, indent=1) + "\n")
     return RunFolder(path, identity["run_id"], identity["run"], identity["suite"])
+
+
+def _check_changes(path: Path, old: RunConfig, new: RunConfig) -> None:
+    """Refuse what may not change when a run goes on, warn of what changes its rounding."""
+    changed = differences(old.model_dump(mode="json"), new.model_dump(mode="json"))
+    refused = [line for key, line in changed.items() if key not in MAY_CHANGE]
+    if old.training.max_steps != new.training.max_steps:
+        before, after = schedule_of(old.training), schedule_of(new.training)
+        rows = read_rows(path / "metrics.jsonl")
+        reached = rows[-1]["step"] if rows else 0
+        n_updates = reached + (reached < old.training.max_steps)  # the last pass makes none
+        step = next((step for step in range(n_updates) if before(step) != after(step)), None)
+        if new.training.max_steps < reached:
+            refused.append(f"{changed['training.max_steps']}; the run is at step {reached}")
+        elif step is not None:
+            refused.append(
+                f"{changed['training.max_steps']}; under lr_scheduler: {new.training.optimization.lr_scheduler} update {step}, "
+                "which is made already, would have had another learning rate (constant, or wsd before its decay, can be extended)"
+            )
+    if refused:
+        listed = "\n  ".join(refused)
+        raise RunFolderError(
+            f"{path} holds a run of another configuration:\n  {listed}\n"
+            "Set these keys back to go on with that run, or give this one a name of its own "
+            "(checkpointing.run_name; for a suite the key `name`)"
+        )
+    for key in sorted(changed.keys() - {"training.max_steps"}):
+        log.warning(
+            "%s; from here on the numbers of the run agree with the old setting up to rounding only", changed[key]
+        )
 
 
 def read_identity(path: Path) -> dict[str, Any]:

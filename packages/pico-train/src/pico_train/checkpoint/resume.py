@@ -3,6 +3,7 @@
 import hashlib
 import json
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 
 from safetensors.torch import load_file
@@ -36,15 +37,18 @@ def newest_complete(checkpoints: Path, *, below: int) -> tuple[Path, Manifest] |
     return None
 
 
-def resume(checkpoints: Path, state: TrainState) -> Manifest | None:
-    """Put the newest checkpoint whose weights and training state are what was written into ``state``.
+def resume(parents: Sequence[Path], state: TrainState) -> Manifest | None:
+    """Put the newest checkpoint below ``parents`` whose weights and training state are what was written into ``state``.
 
     A newer folder that is not complete, or not what was written, is renamed to ``<name>.damaged`` with a note that names the file.
-    Returns the manifest, None where there is no checkpoint.
+    A milestone without the optimizer's moments is passed over. Returns the manifest, None where there is no checkpoint.
     """
-    for folder in reversed(step_folders(checkpoints).values()):
+    found = [(step, folder) for parent in parents for step, folder in step_folders(parent).items()]
+    for _, folder in sorted(found, key=lambda item: item[0], reverse=True):
         try:
             manifest = read_manifest(folder)
+            if not _lists_training_state(manifest):
+                continue
             for path in (WEIGHTS, OPTIMIZER, STATE):
                 check_file(folder, manifest, path)
         except CheckpointError as error:
@@ -58,6 +62,18 @@ def resume(checkpoints: Path, state: TrainState) -> Manifest | None:
             load_scaler_state(state.scaler, counters["gradient_scaler"])
         return manifest
     return None
+
+
+def holds_training_state(folder: Path) -> bool:
+    """Whether ``folder`` is a complete checkpoint that a run can go on from."""
+    try:
+        return _lists_training_state(read_manifest(folder))
+    except CheckpointError:
+        return False
+
+
+def _lists_training_state(manifest: Manifest) -> bool:
+    return OPTIMIZER in {row.path for row in manifest.files}
 
 
 def check_file(folder: Path, manifest: Manifest, path: str) -> None:

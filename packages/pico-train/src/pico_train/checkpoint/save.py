@@ -1,4 +1,4 @@
-"""What the loop calls to save: the state and the captured pass become one published checkpoint with its manifest."""
+"""What the loop calls to save: the state and the captured pass become a published checkpoint with its manifest."""
 
 import datetime
 import importlib.metadata
@@ -6,12 +6,15 @@ import platform
 import subprocess
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from pico_train.capture import Captured, CaptureRule
 from pico_train.checkpoint import contents
+from pico_train.checkpoint.background import Background
 from pico_train.checkpoint.folder import RunFolder
 from pico_train.checkpoint.format import (
+    CheckpointError,
     DataIdentity,
     MadeBy,
     Manifest,
@@ -21,8 +24,9 @@ from pico_train.checkpoint.format import (
     Seeds,
     Split,
 )
-from pico_train.checkpoint.resume import newest_complete, parent_hash
-from pico_train.checkpoint.write import write_checkpoint
+from pico_train.checkpoint.resume import holds_training_state, newest_complete, parent_hash
+from pico_train.checkpoint.retention import RestartSchedule, prune
+from pico_train.checkpoint.write import StoredTensor, write_checkpoint
 from pico_train.config import RunConfig, config_hash
 from pico_train.data.cache import TokenCache
 from pico_train.data.order import ORDER_VERSION
@@ -32,9 +36,10 @@ from pico_train.state import TrainState
 
 @dataclass(frozen=True)
 class Saver:
-    """Writes the checkpoints of one run; everything that is the same for all of them is a field.
+    """Saves milestones and restart points of one run; everything that is the same for all of them is a field.
 
-    ``before_publishing`` is called before the first byte: it brings the log to the disk, so that a checkpoint never precedes its rows.
+    A save takes a snapshot on the CPU, of the size of weights, moments and capture, and returns; ``background`` writes it.
+    ``before_publishing`` brings the log to the disk, so that a checkpoint never precedes its rows.
     """
 
     folder: RunFolder
@@ -44,48 +49,95 @@ class Saver:
     rule: CaptureRule | None
     probe_hash: str | None
     command: tuple[str, ...]
+    git_commit: str | None
+    background: Background
+    restart_schedule: RestartSchedule
     before_publishing: Callable[[], None]
 
-    def __call__(self, state: TrainState, captured: Mapping[Split, Captured]) -> Manifest:
-        """Publish the checkpoint of ``state.step`` and return its manifest."""
-        step = state.step
+    def milestone(self, state: TrainState, captured: Mapping[Split, Captured]) -> None:
+        """Save the checkpoint of ``state.step`` with what was captured in its pass."""
+        with_moments = self.config.checkpointing.holds_optimizer(state.step, self.config.training.max_steps)
+        self._save(self.folder.checkpoints, state, captured, with_moments)
+        if with_moments:
+            self.restart_schedule.saved()
+
+    def restart_point(self, state: TrainState) -> None:
+        """Save what resuming at ``state.step`` needs, unless there is a checkpoint that holds it."""
+        self.background.wait()
+        name = f"step_{state.step}"
+        if not any(holds_training_state(parent / name) for parent in (self.folder.checkpoints, self.folder.restart)):
+            self._save(self.folder.restart, state, {}, with_moments=True)
+        self.restart_schedule.saved()
+
+    def _save(self, parent: Path, state: TrainState, captured: Mapping[Split, Captured], with_moments: bool) -> None:
+        tensors = [*contents.weight_tensors(state.model), *contents.captured_tensors(captured)]
+        if with_moments:
+            tensors += contents.optimizer_tensors(state.model, state.optimizer)
+        for stored in tensors:
+            if stored.kind == "weights" and not stored.tensor.isfinite().all():
+                raise CheckpointError(
+                    f"step {state.step}: the weights of {stored.module} are not finite; nothing was saved, and the "
+                    "checkpoints before it are whole. A lower training.optimization.lr or a longer warm-up usually helps"
+                )
+        manifest = self._manifest(state, captured)
+        documents = contents.documents(state, tokens=manifest.tokens, tokenizer=self.cache.tokenizer)
+        empty = (contents.OPTIMIZER,) if with_moments else ()
+        snapshot = [stored.snapshot() for stored in tensors]
+        self.background.submit(
+            partial(self._publish, parent / f"step_{state.step}", manifest, snapshot, documents, empty)
+        )
+
+    def _publish(
+        self,
+        folder: Path,
+        manifest: Manifest,
+        tensors: list[StoredTensor],
+        documents: dict[str, bytes],
+        empty: tuple[str, ...],
+    ) -> None:
         self.before_publishing()
-        tokens = step * self.config.data.dataloader.batch_size * self.config.model.max_seq_len
-        before = newest_complete(self.folder.checkpoints, below=step)
-        manifest = Manifest(
+        before = newest_complete(self.folder.checkpoints, below=manifest.step)
+        if before:
+            parent = Parent(step=before[1].step, manifest_sha256=parent_hash(before[0]))
+            manifest = manifest.model_copy(update={"parent": parent})
+        write_checkpoint(folder, manifest, tensors, documents, empty)
+        if folder.parent == self.folder.restart:
+            prune(self.folder.restart, self.config.checkpointing.restart.keep)
+
+    def _manifest(self, state: TrainState, captured: Mapping[Split, Captured]) -> Manifest:
+        """All that is known before the writing: the rest is the parent, and the rows of tensors and files."""
+        config = self.config
+        return Manifest(
             run=RunIdentity(
                 id=self.folder.run_id,
                 name=self.folder.name,
                 suite=self.folder.suite,
-                config_hash=config_hash(self.config),
+                config_hash=config_hash(config),
             ),
-            made_by=made_by(self.hardware, self.command),
-            step=step,
-            tokens=tokens,
+            made_by=MadeBy(
+                command=list(self.command),
+                versions=versions(),
+                git_commit=self.git_commit,
+                device=self.hardware.device_name,
+                precision=self.hardware.precision,
+                n_threads=self.hardware.n_threads,
+                created_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            ),
+            step=state.step,
+            tokens=state.step * config.data.dataloader.batch_size * config.model.max_seq_len,
             skipped_updates=state.skipped_updates,
-            seeds=Seeds(**self.config.seeds.model_dump()),
+            seeds=Seeds(**config.seeds.model_dump()),
             data=DataIdentity(
                 fingerprint=self.cache.fingerprint,
                 order_version=ORDER_VERSION,
                 tokenizer_hash=self.cache.tokenizer_hash,
             ),
             probe_hash=self.probe_hash,
-            model=model_shape(self.config),
-            capture=contents.capture_record(self.rule, captured) if self.rule else None,
-            parent=Parent(step=before[1].step, manifest_sha256=parent_hash(before[0])) if before else None,
+            model=model_shape(config),
+            capture=contents.capture_record(self.rule, captured) if self.rule and captured else None,
+            parent=None,
             tensors=[],
             files=[],
-        )
-        return write_checkpoint(
-            self.folder.checkpoints / f"step_{step}",
-            manifest,
-            tensors=[
-                *contents.weight_tensors(state.model),
-                *contents.optimizer_tensors(state.model, state.optimizer),
-                *contents.captured_tensors(captured),
-            ],
-            documents=contents.documents(state, tokens=tokens, tokenizer=self.cache.tokenizer),
-            empty=(contents.OPTIMIZER,),
         )
 
 
@@ -108,23 +160,21 @@ def model_shape(config: RunConfig) -> ModelShape:
     )
 
 
-def made_by(hardware: Hardware, command: tuple[str, ...]) -> MadeBy:
-    """The circumstances of this process."""
+def versions() -> dict[str, str]:
+    """The versions of Python and of the packages that numbers depend on."""
     packages = ("pico-train", "torch", "lightning", "safetensors", "tokenizers", "numpy")
-    return MadeBy(
-        command=list(command),
-        versions={"python": platform.python_version()} | {name: importlib.metadata.version(name) for name in packages},
-        git_commit=git_commit(),
-        device=hardware.device_name,
-        precision=hardware.precision,
-        n_threads=hardware.n_threads,
-        created_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-    )
+    return {"python": platform.python_version()} | {name: importlib.metadata.version(name) for name in packages}
 
 
 def git_commit() -> str | None:
-    """The commit of the repository that the code of this package stands in, None outside one."""
-    found = subprocess.run(
-        ["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, check=False
-    )
-    return found.stdout.strip() or None
+    """The commit of the repository that this very file is tracked in, None where it is in none."""
+    here = Path(__file__)
+
+    def git(*words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(["git", *words], cwd=here.parent, capture_output=True, text=True, check=False)
+
+    try:
+        tracked = git("ls-files", "--error-unmatch", here.name).returncode == 0
+        return git("rev-parse", "HEAD").stdout.strip() if tracked else None
+    except FileNotFoundError:  # there is no git here
+        return None

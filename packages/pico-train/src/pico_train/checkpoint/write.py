@@ -1,5 +1,6 @@
 """Writing a checkpoint: everything beside its target, then one rename. Killed at any moment, the target is whole or not there."""
 
+import dataclasses
 import json
 import os
 import shutil
@@ -51,6 +52,10 @@ class StoredTensor:
     role: str | None
     file: str
     key: str
+
+    def snapshot(self) -> "StoredTensor":
+        """The same with a copy of the tensor on the CPU, which training does not change."""
+        return dataclasses.replace(self, tensor=self.tensor.detach().to("cpu", copy=True))
 
     def row(self) -> TensorRow:
         """The manifest row, with the content hash of the tensor's bytes."""

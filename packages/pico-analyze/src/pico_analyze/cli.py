@@ -1,0 +1,249 @@
+"""The command line ``pico-analyze``: a thin layer over the functions of this package. Nothing slow is imported early."""
+
+import json
+import logging
+import shutil
+import sys
+import textwrap
+import traceback
+from collections.abc import Callable, Iterable, Sequence
+from functools import wraps
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from pico_analyze.config import AnalysisConfig
+    from pico_analyze.run import Outcome
+
+Command = Callable[..., None]
+
+
+def reports_errors(command: Command) -> Command:
+    """End a command with one message and its exit code; with ``--debug`` the traceback comes first."""
+
+    @click.option("--debug", is_flag=True, help="Show the traceback of an error.")
+    @wraps(command)
+    def run(*args: Any, debug: bool, **kwargs: Any) -> None:
+        handler = ConsoleHandler(logging.INFO)
+        logger = logging.getLogger("pico_analyze")
+        logger.addHandler(handler)
+        try:
+            command(*args, **kwargs)
+        except KeyboardInterrupt:
+            click.echo("interrupted: the same command computes what is missing", err=True)
+            sys.exit(130)
+        except click.exceptions.Exit:
+            raise
+        except Exception as error:
+            if debug:
+                traceback.print_exc()
+            # Our own ValueErrors are about what the user wrote or pointed at; anything else is a failure.
+            if isinstance(error, ValueError) and type(error).__module__.startswith("pico_analyze."):
+                click.echo(f"error: {error}", err=True)
+                sys.exit(2)
+            click.echo(f"error: {type(error).__name__}: {error} (--debug shows where)", err=True)
+            sys.exit(1)
+        finally:
+            logger.removeHandler(handler)
+
+    return run
+
+
+class ConsoleHandler(logging.Handler):
+    """Messages for a person: the text alone, warnings marked, printed above a progress bar rather than through it."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Print one record to standard error."""
+        from tqdm import tqdm
+
+        mark = f"{record.levelname.lower()}: " if record.levelno >= logging.WARNING else ""
+        tqdm.write(mark + self.format(record), file=sys.stderr)
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="pico-analyze")
+def main() -> None:
+    """Measure and draw how language models change over training and across scales."""
+
+
+@main.command()
+@click.argument("words", nargs=-1, metavar="CONFIG [KEY.SUB=VALUE]...")
+@click.option("--config", "--config_path", "config_path", type=click.Path(path_type=Path), help="YAML of an analysis.")
+@click.option(
+    "--run-path",
+    "--run_path",
+    "run_paths",
+    multiple=True,
+    help="Run folder, glob or suite, instead of those that the file names; may be given more than once.",
+)
+@click.option("--dry-run", is_flag=True, help="Print what would be measured; compute nothing.")
+@click.option("--strict", is_flag=True, help="Exit with 3 when values are missing.")
+@reports_errors
+def run(
+    words: tuple[str, ...], config_path: Path | None, run_paths: tuple[str, ...], dry_run: bool, strict: bool
+) -> None:
+    """Measure what the YAML file CONFIG asks for, and write one table; computes only what is missing.
+
+    KEY.SUB=VALUE replaces a setting of the file, e.g. metrics.0.target_checkpoint=100. Exit codes: 0 done, 2 what
+    was asked for is wrong, 3 values are missing under --strict, 1 any other failure.
+    """
+    config = _load(words, config_path, run_paths)
+    from pico_analyze import run as composition  # torch and pandas take seconds
+
+    if dry_run:
+        click.echo("\n".join(composition.dry_run(config)))
+        return
+    outcome = composition.run_analysis(config)
+    _print_outcome(outcome)
+    if strict and outcome.n_missing:
+        sys.exit(3)
+
+
+@main.command()
+@click.argument("results", type=click.Path(path_type=Path))
+@click.option("--x", type=click.Choice(["step", "tokens"]), default="step", help="The horizontal axis.")
+@click.option("--format", "formats", default="png,svg,pdf", show_default=True, help="Formats, joined by commas.")
+@click.option("--output", type=click.Path(path_type=Path), help="Folder of the pictures; default RESULTS/plots.")
+@click.option("--metric", "metrics", multiple=True, help="Only this metric; may be given more than once.")
+@reports_errors
+def plot(results: Path, x: Any, formats: str, output: Path | None, metrics: tuple[str, ...]) -> None:
+    """Draw the table in the folder RESULTS, which `pico-analyze run` has printed."""
+    from tqdm import tqdm
+
+    from pico_analyze.plots import draw
+
+    written = draw(
+        results,
+        output,
+        x=x,
+        formats=tuple(name.strip() for name in formats.split(",")),
+        metrics=metrics or None,
+        progress=lambda jobs: tqdm(
+            jobs, unit="figure", dynamic_ncols=True, leave=False, disable=not sys.stderr.isatty()
+        ),
+    )
+    folders = sorted({str(path.parent) for path in written})
+    click.echo(f"{len(written)} files in {', '.join(folders)}")
+
+
+@main.group()
+def ls() -> None:
+    """List what there is: metrics, components, runs, tensors."""
+
+
+@ls.command("metrics")
+@reports_errors
+def ls_metrics() -> None:
+    """List the metrics, with range and meaning."""
+    from pico_analyze.metrics import METRICS
+
+    for name, metric in METRICS.items():
+        click.echo(f"{name}: {metric.summary}")
+        click.echo(f"  range    {metric.range}")
+        if metric.consumes == "pair":
+            click.echo("  compares each step with target_checkpoint, on activations of the split val")
+        for key, parameter in metric.parameters.items():
+            default = "required" if parameter.default is None else f"default {parameter.default}"
+            click.echo(f"  {key}: {', '.join(parameter.allowed)} ({default})")
+        _print_wrapped(metric.meaning)
+
+
+@ls.command("components")
+@reports_errors
+def ls_components() -> None:
+    """List the components that a metric can be measured on."""
+    from pico_analyze.components import COMPONENTS
+
+    for name, component in COMPONENTS.items():
+        suffixes = f"{{{', '.join(f'{key}: ...' for key in component.suffixes)}}}" if component.suffixes else "..."
+        click.echo(f"{name}: {component.summary}")
+        click.echo(f"  data_type       {', '.join(component.kinds)}")
+        click.echo(f"  layer_suffixes  {suffixes}")
+
+
+@ls.command("runs")
+@click.argument("path", default="runs")
+@reports_errors
+def ls_runs(path: str) -> None:
+    """List the runs at PATH (a folder of runs, a run, a glob or a suite; default: runs) and their steps."""
+    from pico_analyze.checkpoint.reader import find_runs, list_steps, open_run
+
+    rows = []
+    for folder in find_runs([path]):
+        run = open_run(folder)
+        size = "" if run.n_parameters is None else f"{run.n_parameters:,}"
+        rows.append((run.name, run.identity.suite or "", size, str(len(run.steps)), list_steps(run.steps), str(folder)))
+    _print_table(("run", "suite", "parameters", "checkpoints", "steps", "folder"), rows)
+
+
+@ls.command("tensors")
+@click.argument("run_path", metavar="RUN")
+@click.option("--step", type=click.IntRange(min=0), help="Which checkpoint; default: the last.")
+@reports_errors
+def ls_tensors(run_path: str, step: int | None) -> None:
+    """List the tensors of a checkpoint of the run folder RUN: the names that layer_suffixes can end."""
+    from pico_analyze.checkpoint.format import CheckpointError
+    from pico_analyze.checkpoint.reader import open_run
+
+    run = open_run(run_path)
+    if not run.steps:
+        raise CheckpointError(f"run {run.name} has no complete checkpoint")
+    checkpoint = run.checkpoint(run.steps[-1] if step is None else step)
+    layers: dict[tuple[str, ...], list[int]] = {}  # blocks with the same line share one
+    for row in checkpoint.manifest.tensors:
+        module = row.module if row.layer is None else row.module.removeprefix(f"layers.{row.layer}.")
+        line = (row.kind, row.split or "", module, " x ".join(map(str, row.shape)), row.dtype)
+        layers.setdefault(line, []).extend([] if row.layer is None else [row.layer])
+    click.echo(f"run {run.name}, step {checkpoint.step}, {checkpoint.tokens:,} tokens")
+    _print_table(
+        ("kind", "split", "module", "shape", "dtype", "layers"),
+        [(*line, ", ".join(map(str, numbers))) for line, numbers in layers.items()],
+    )
+
+
+@main.command()
+@reports_errors
+def schema() -> None:
+    """Print the JSON schema of an analysis file."""
+    from pico_analyze.config import AnalysisConfig
+
+    click.echo(json.dumps(AnalysisConfig.json_schema(), indent=1))
+
+
+def _load(words: Sequence[str], config_path: Path | None, run_paths: Sequence[str]) -> "AnalysisConfig":
+    """The analysis on the command line: the first word without ``=`` is the file, unless ``--config`` gives it."""
+    from pico_analyze.config import ConfigError, load_config
+
+    overrides = list(words)
+    if config_path is None and words and "=" not in words[0]:
+        config_path = Path(overrides.pop(0))
+    if config_path is None:
+        raise ConfigError("command line", ["name the YAML of an analysis: pico-analyze run CONFIG [KEY.SUB=VALUE]..."])
+    config = load_config(config_path, overrides)
+    return config.model_copy(update={"runs": tuple(run_paths)}) if run_paths else config
+
+
+def _print_outcome(outcome: "Outcome") -> None:
+    folder = outcome.folder
+    click.echo(f"{outcome.n_computed:,} values computed, {outcome.n_kept:,} kept from before, in {folder}")
+    counts = outcome.statuses()
+    click.echo(", ".join(f"{n:,} {status}" for status, n in counts.items()))
+    for status, reason, n in outcome.reasons():
+        _print_wrapped(f"{n:,} {status}: {reason}")
+    click.echo(f"table    {folder / 'results.parquet'}, {folder / 'results.csv'}")
+    click.echo(f"runs     {folder / 'runs.parquet'}, {folder / 'runs.csv'}")
+    click.echo(f"pictures pico-analyze plot {folder}")
+
+
+def _print_table(header: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> None:
+    rows = list(rows)
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    for row in (header, *rows):
+        click.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+def _print_wrapped(text: str) -> None:
+    width = max(40, min(110, shutil.get_terminal_size().columns))
+    click.echo(textwrap.fill(text, width, initial_indent="  ", subsequent_indent="  "))

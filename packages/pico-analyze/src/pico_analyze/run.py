@@ -1,0 +1,229 @@
+"""Where everything meets: configuration -> runs -> rows -> files.
+
+Comes in: a configuration that names runs. Goes out: ``<output_dir>/<analysis_name>/`` with the table of results and
+the table of runs (Parquet and CSV), the configuration, a log, and on request the published JSON files. What an
+earlier start has computed there is taken over.
+"""
+
+import logging
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+from tqdm.auto import tqdm
+
+from pico_analyze import results
+from pico_analyze.analysis import analyze, describe, open_runs, plan
+from pico_analyze.checkpoint.reader import Run
+from pico_analyze.config import AnalysisConfig, ConfigError, not_built_yet
+
+log = logging.getLogger("pico_analyze")
+
+LOG_FILE = "analysis.log"
+WRITE_EVERY_S = 60.0  # so much work is lost at most when the process is killed
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What an analysis has left: the folder, the table in it, and how many of its values were new."""
+
+    folder: Path
+    table: pd.DataFrame
+    n_computed: int
+    n_kept: int
+
+    @property
+    def n_missing(self) -> int:
+        """The values that could not be measured because something is not there."""
+        return int(self.table["status"].eq("missing").sum())
+
+    def statuses(self) -> dict[str, int]:
+        """How many measured values have each status, the losses of training left out."""
+        measured = self.table[self.table["kind"] != "training"]
+        counts = measured["status"].value_counts()
+        return {status: int(counts.get(status, 0)) for status in ("ok", "flagged", "undefined", "missing")}
+
+    def reasons(self) -> list[tuple[str, str, int]]:
+        """Each distinct (status, reason) of the values that are not ok, with how often, the most frequent first."""
+        doubtful = self.table[self.table["status"] != "ok"]
+        counts = doubtful.groupby(["status", "reason"]).size().sort_values(ascending=False, kind="stable")
+        return [(status, reason, int(n)) for (status, reason), n in counts.items()]
+
+
+def run_analysis(config: AnalysisConfig) -> Outcome:
+    """Measure what ``config`` asks for on its runs, and write it; an interrupted or finished analysis is continued.
+
+    The table holds what ``config`` asks for now: an earlier value that it no longer asks for is left out, and
+    logged. On Ctrl-C, or any failure, what was computed until then is written before the error goes on.
+
+    Raises:
+        ConfigError: the configuration asks for nothing, for what is not built yet, or for a folder that holds
+            something else.
+        CheckpointError: there is no such run, or it cannot be opened.
+        AnalysisError: something that is asked for cannot be had.
+        ResultsError: the earlier table cannot be read.
+    """
+    runs = runs_of(config)
+    folder = folder_of(config, runs)
+    cells = plan(runs, config)  # refuses before anything is written
+    previous = _previous(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    with _logging_to(folder / LOG_FILE):
+        (folder / "config.yaml").write_text(config.to_yaml(), encoding="utf-8")
+        n_values = sum(len(cell.selection.heads) for cell in cells)
+        names = ", ".join(run.name for run in runs)
+        log.info("pico-analyze %s: %s values of %s, into %s", version("pico-analyze"), f"{n_values:,}", names, folder)
+        table = _measure(runs, config, previous, folder)
+        if n_left_out := _n_left_out(previous, table.attrs["kept"]):
+            log.info("%s earlier values are not asked for now, or are of other content, and left out", n_left_out)
+        results.write(table, folder)
+        results.write(results.runs_table(runs), folder, "runs")
+        if config.write_json is not None:
+            results.write_pico_v0(table, folder, config.metrics)
+    return Outcome(folder, table, n_computed=table.attrs["computed"], n_kept=table.attrs["kept"])
+
+
+def dry_run(config: AnalysisConfig) -> list[str]:
+    """What `run_analysis` would measure, and where it would go, in lines; nothing is computed or written.
+
+    Raises:
+        As `run_analysis`.
+    """
+    runs = runs_of(config)
+    folder = folder_of(config, runs)
+    cells = plan(runs, config)
+    return [
+        *(f"run {run.name}: {len(run.steps)} checkpoints in {run.path}" for run in runs),
+        *describe(cells),
+        f"{sum(len(cell.selection.heads) for cell in cells):,} values, into {folder}",
+    ]
+
+
+def runs_of(config: AnalysisConfig) -> list[Run]:
+    """The runs that ``config`` names, open.
+
+    Raises:
+        ConfigError: it names no run, measures nothing, or asks for what is not built yet.
+        CheckpointError: there is no such run, or it cannot be opened.
+    """
+    problems = not_built_yet(config)
+    if not config.runs:
+        problems.append("runs: none is named; list run folders or a suite, or give --run-path")
+    if not config.metrics:
+        problems.append("metrics: the list is empty, so there is nothing to measure")
+    if config.steps == ():
+        problems.append("steps: [] selects no checkpoint; use all, a list, or {start, end, step}")
+    if problems:
+        raise ConfigError(config.analysis_name or "this analysis", problems)
+    return open_runs(config.runs)
+
+
+def folder_of(config: AnalysisConfig, runs: Sequence[Run]) -> Path:
+    """Where the results of an analysis go: ``<output_dir>/<analysis_name>``, by default ``<run or suite>_analysis``.
+
+    Raises:
+        ConfigError: there is no obvious name, or the folder holds something else.
+    """
+    name = config.analysis_name
+    if not name:
+        suites = {run.identity.suite for run in runs}
+        owner = runs[0].name if len(runs) == 1 else next(iter(suites)) if len(suites) == 1 else None
+        if owner is None:
+            names = ", ".join(run.name for run in runs)
+            raise ConfigError(
+                "this analysis",
+                [f"analysis_name: null takes the name of the run or suite, but these are several: {names}; give one"],
+            )
+        name = f"{owner}_analysis"
+    folder = Path(config.monitoring.output_dir).expanduser() / name
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(name, [f"{folder} is a file; choose another analysis_name or monitoring.output_dir"])
+    if folder.is_dir() and any(folder.iterdir()) and not (folder / LOG_FILE).is_file():
+        raise ConfigError(
+            name,
+            [f"{folder} holds files that are no analysis; choose another analysis_name or monitoring.output_dir"],
+        )
+    return folder
+
+
+def _previous(folder: Path) -> pd.DataFrame | None:
+    """The table that an earlier start has left in ``folder``."""
+    return results.read(folder) if (folder / "results.parquet").is_file() else None
+
+
+def _measure(runs: Sequence[Run], config: AnalysisConfig, previous: pd.DataFrame | None, folder: Path) -> pd.DataFrame:
+    """The table, with a sign of life for each checkpoint; until it is complete, what there is of it is written."""
+    done: list[Mapping[str, Any]] = []
+    written_at = time.monotonic()
+
+    def write_partial() -> None:
+        partial = results.table(done)
+        if previous is not None:
+            here = ["run_id", "step"]
+            elsewhere = ~previous.set_index(here).index.isin(partial.set_index(here).index)
+            partial = pd.concat([partial, previous[elsewhere]], ignore_index=True)
+        results.write(partial, folder)
+
+    with _progress() as show:
+
+        def on_checkpoint(name: str, n_done: int, n_all: int, rows: Iterable[Mapping[str, Any]] = ()) -> None:
+            nonlocal written_at
+            show(name, n_done, n_all)
+            done.extend(rows)
+            if time.monotonic() - written_at > WRITE_EVERY_S:
+                write_partial()
+                written_at = time.monotonic()
+
+        try:
+            return analyze(runs, config, previous, on_checkpoint)
+        except BaseException:  # Ctrl-C too
+            if done:
+                write_partial()
+                log.warning("stopped: %s rows are kept in %s", f"{len(done):,}", folder)
+            raise
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[str, int, int], None]]:
+    """A bar on a terminal or in a notebook; elsewhere a logged line for each checkpoint."""
+    watched = sys.stderr.isatty() or "ipykernel" in sys.modules
+    with tqdm(unit="checkpoint", dynamic_ncols=True, file=sys.stderr, disable=not watched, leave=False) as bar:
+
+        def show(name: str, n_done: int, n_all: int) -> None:
+            bar.total = n_all
+            bar.set_postfix_str(name, refresh=False)
+            bar.update(n_done - bar.n)
+            if not watched:
+                log.info("%d of %d checkpoints: %s", n_done, n_all, name)
+
+        yield show
+
+
+def _n_left_out(previous: pd.DataFrame | None, n_kept: int) -> int:
+    """How many values an earlier table holds that were not taken over."""
+    if previous is None:
+        return 0
+    measured = previous["kind"].ne("training") & previous["status"].ne("missing")
+    return int(measured.sum()) - n_kept
+
+
+@contextmanager
+def _logging_to(file: Path) -> Iterator[None]:
+    """Send what the package logs to ``file`` as well."""
+    handler = logging.FileHandler(file, encoding="utf-8")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    before = log.level
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(before)
+        handler.close()

@@ -1,0 +1,66 @@
+"""When to stop before the end: a signal or the time limit. Asked once per pass, so that a stop never cuts one in two."""
+
+import logging
+import signal
+import threading
+import time
+from types import FrameType
+
+from pico_train.errors import PicoError
+
+log = logging.getLogger(__name__)
+
+SIGNALS = ("SIGINT", "SIGTERM", "SIGUSR1")  # Ctrl-C; the scheduler's end; the scheduler's warning before it
+
+
+class Stopped(PicoError):
+    """The run was asked to stop and can go on from what it saved."""
+
+    exit_code = 75
+
+
+class StopRequest:
+    """Turns signals and the time limit into a reason to stop.
+
+    Before ``defer`` there is nothing to save, and a signal raises ``Stopped`` at once. Afterwards it is only noted, and ``reason`` tells;
+    a second signal changes nothing.
+    """
+
+    def __init__(self, max_minutes: float | None) -> None:
+        self._deadline = None if max_minutes is None else time.monotonic() + 60 * max_minutes
+        self._max_minutes = max_minutes
+        self._signal: str | None = None
+        self._deferred = False
+        self._handlers: dict[signal.Signals, object] = {}
+
+    @property
+    def reason(self) -> str | None:
+        """Why to stop, None to go on."""
+        if self._signal is not None:
+            return self._signal
+        if self._deadline is not None and time.monotonic() >= self._deadline:
+            return f"the time limit of {self._max_minutes:g} minutes"
+        return None
+
+    def defer(self) -> None:
+        """From now on a signal waits until it is asked for."""
+        self._deferred = True
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        name = signal.Signals(number).name
+        if not self._deferred:
+            raise Stopped(f"stopped by {name} before the first pass; the same command starts again")
+        if self._signal is None:
+            self._signal = name
+            log.warning("%s: stopping after this pass", name)
+
+    def __enter__(self) -> "StopRequest":
+        if threading.current_thread() is threading.main_thread():  # nowhere else may handlers be set
+            for name in SIGNALS:
+                if number := getattr(signal, name, None):  # SIGUSR1 is not on Windows
+                    self._handlers[number] = signal.signal(number, self._on_signal)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
