@@ -26,6 +26,7 @@ ORDER = {
         "metrics_log",
         "checkpoint",
         "listing",
+        "noise_scale",
         "stopping",
         "estimate",
         "evaluation",

@@ -44,7 +44,7 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 
 
 def rows_without_timings(run: Path) -> list[dict[str, object]]:
-    timings = ("seconds", "tokens_per_s", "memory_bytes")
+    timings = ("seconds", "data_seconds", "save_seconds", "tokens_per_s", "memory_bytes")
     return [
         {key: value for key, value in row.items() if key not in timings} for row in read_rows(run / "metrics.jsonl")
     ]
@@ -333,7 +333,9 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("poisoned")
 def test_a_loss_that_is_not_finite_stops_before_anything_is_saved(tiny: Tiny) -> None:
     config = tiny("checkpointing.save_every_n_steps=1")
-    with pytest.raises(NonFiniteError, match=r"pass 3: the loss is inf.*lr"):
+    with pytest.raises(
+        NonFiniteError, match=r"pass 3: the loss is inf in micro-batch 0 of 2 and the gradient of embedding_proj.*lr"
+    ):
         pico_train.train(config)
     run = Path(config.checkpointing.runs_dir) / "tiny"
     assert list(checkpoints(run)) == [0, 1, 2]
@@ -495,3 +497,29 @@ def test_a_disk_that_fills_while_training_stops_it_with_all_before_whole(
     [whole] = pico_train.train(tiny("checkpointing.save_every_n_steps=1", "checkpointing.run_name=whole"))
     pico_train.train(config)
     assert same(weights(checkpoints(run)[6]), weights(checkpoints(whole.path)[6]))
+
+
+def test_gradient_norms_by_layer_and_noise_scale_are_measured_without_a_trace(tiny: Tiny) -> None:
+    [plain] = pico_train.train(tiny("model.dropout=0.1"))
+    measured = ("monitoring.gradient_norms=layers", "monitoring.gradient_noise_scale=true", "model.dropout=0.1")
+    [watched] = pico_train.train(tiny("checkpointing.run_name=watched", *measured))
+    assert same(weights(checkpoints(plain.path)[6]), weights(checkpoints(watched.path)[6]))
+    for row in read_rows(watched.path / "metrics.jsonl"):
+        assert list(row["grad_norms"]) == ["embedding_proj", "layers.0", "layers.1", "output_norm", "de_embedding_proj"]
+        assert sum(norm**2 for norm in row["grad_norms"].values()) == pytest.approx(row["grad_norm"] ** 2, rel=1e-5)
+    assert any(row["noise_scale"] for row in read_rows(watched.path / "metrics.jsonl"))
+
+
+def test_the_noise_scale_is_that_of_the_stored_batch(tiny: Tiny) -> None:
+    [result] = pico_train.train(tiny("monitoring.gradient_noise_scale=true", "training.max_steps=2"))
+    folder = checkpoints(result.path)[2]
+    ids = load_file(folder / "learning_dynamics" / "train_batch.safetensors")["input_ids"].long()
+    squared = {}
+    for name, part in (("a", ids[:4]), ("b", ids[4:]), ("whole", ids)):
+        model = AutoModelForCausalLM.from_pretrained(folder)
+        logits = model(part[:, :-1]).logits
+        nn.functional.cross_entropy(logits.flatten(0, 1), part[:, 1:].flatten()).backward()
+        squared[name] = sum(p.grad.double().square().sum().item() for p in model.parameters())
+    small, big = (squared["a"] + squared["b"]) / 2, squared["whole"]
+    expected = (small - big) / (1 / 4 - 1 / 8) / ((8 * big - 4 * small) / 4)
+    assert read_rows(result.path / "metrics.jsonl")[2]["noise_scale"] == pytest.approx(expected, rel=1e-4)

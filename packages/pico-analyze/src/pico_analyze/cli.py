@@ -1,4 +1,7 @@
-"""The command line ``pico-analyze``: a thin layer over the functions of this package. Nothing slow is imported early."""
+"""The command line ``pico-analyze``: a thin layer over the functions of this package.
+
+Nothing slow is imported before it is needed.
+"""
 
 import json
 import logging

@@ -341,6 +341,12 @@ class MonitoringConfig(Section):
     """Console and trackers."""
 
     logging: LoggingConfig = LoggingConfig()
+    gradient_norms: Literal["whole", "layers"] = Field(
+        "whole", description="what metrics.jsonl holds: the norm of the whole gradient; layers = also one per block"
+    )
+    gradient_noise_scale: bool = Field(
+        False, description="estimate it from the micro-batches; needs gradient_accumulation_steps of 2 or more"
+    )
     save_to_wandb: bool = Field(False, description="log to Weights & Biases")
     wandb: WandbConfig = WandbConfig()
 
@@ -503,6 +509,7 @@ class RunConfig(Section):
         """What must fit across sections."""
         yield from self._batch_problems()
         yield from self._held_out_problems()
+        yield from self._noise_problems()
         seq_len, dynamics = self.model.max_seq_len, self.checkpointing.learning_dynamics
         if self.data.tokenizer.vocab_size > self.model.vocab_size:
             yield Problem(
@@ -539,6 +546,16 @@ class RunConfig(Section):
                 self.evaluation.sample.max_new_tokens,
                 f"must be less than model.max_seq_len {seq_len}",
                 ("model.max_seq_len", "evaluation.metrics"),
+            )
+
+    def _noise_problems(self) -> Iterator[Problem]:
+        steps = self.training.optimization.gradient_accumulation_steps
+        if self.monitoring.gradient_noise_scale and steps == 1:
+            yield Problem(
+                "monitoring.gradient_noise_scale",
+                True,
+                "needs two micro-batches or more, and gradient_accumulation_steps is 1",
+                ("training.optimization.gradient_accumulation_steps",),
             )
 
     def _batch_problems(self) -> Iterator[Problem]:

@@ -9,11 +9,12 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from pico_train.capture import Captured, CaptureRule, probe_pass, recording, weight_gradients
 from pico_train.checkpoint.format import Split
@@ -21,6 +22,7 @@ from pico_train.data.batches import Batch, Batches
 from pico_train.errors import PicoError
 from pico_train.hardware import peak_memory
 from pico_train.metrics_log import Row
+from pico_train.noise_scale import MicroBatchNorms, gradient_noise_scale
 from pico_train.objectives import Objective
 from pico_train.state import TrainState
 
@@ -51,6 +53,8 @@ class Passes:
     rule: CaptureRule | None
     probe: Batch | None
     probe_batch_size: int
+    norms_by_layer: bool
+    noise_scale: bool
 
 
 def train(
@@ -89,16 +93,20 @@ def train(
             return False
         began = time.perf_counter()
         batch = batches.at(step).to(fabric.device)
+        data_seconds = time.perf_counter() - began
         saving = step in passes.save_at
         rule = passes.rule if saving else None
         positions = rule.positions(batch, passes.data_seed) if rule else None
 
         for attempt in range(MAX_RESCALES + 1):
             optimizer.zero_grad()
+            norms = MicroBatchNorms() if passes.noise_scale else None
             with recording(model, rule, positions) as activations:
-                loss = forward_backward(
-                    fabric, forward, objective, batch, passes.micro_batch_size, step, passes.dropout_seed
+                losses = forward_backward(
+                    fabric, forward, objective, batch, passes.micro_batch_size, step, passes.dropout_seed, norms
                 )
+            loss = float(losses.sum())
+            scale = scaler.get_scale() if scaler else 1.0
             if scaler:
                 scaler.unscale_(state.optimizer)
             grad_norm = gradient_norm(model)
@@ -108,7 +116,7 @@ def train(
             scaler.update()  # the same pass again at half the loss scale
 
         if not finite and (passes.non_finite == "stop" or state.skipped_updates == passes.max_skips):
-            raise NonFiniteError(non_finite_message(step, loss, model, passes))
+            raise NonFiniteError(non_finite_message(step, losses, model, passes))
         captured: dict[Split, Captured] = {}
         if rule:
             captured["train"] = Captured(batch, positions, activations, weight_gradients(model, rule))
@@ -120,10 +128,18 @@ def train(
                     rule,
                     partial(unscaled_pass, fabric, state, objective, probe, passes.probe_batch_size),
                 )
+        save_began = time.perf_counter()
         if saving:
             save(state, captured)
+        save_seconds = time.perf_counter() - save_began
         val_loss = evaluate(state) if step in passes.evaluate_at else None
 
+        norms_by_layer = gradient_norms_by_layer(model) if passes.norms_by_layer else None
+        noise = None
+        if norms:
+            squared = [value / scale**2 for value in norms.squared]
+            sizes = {"n_small": passes.micro_batch_size, "n_big": len(batch.input_ids)}
+            noise = gradient_noise_scale(squared, grad_norm**2, **sizes)
         last = step == passes.max_steps
         updating = finite and not last
         if updating:
@@ -141,8 +157,12 @@ def train(
                 val_loss=val_loss,
                 lr=None if last else passes.learning_rate(step),
                 grad_norm=grad_norm if math.isfinite(grad_norm) else None,
+                grad_norms=norms_by_layer if finite else None,
+                noise_scale=noise if finite else None,
                 updated=updating,
                 seconds=seconds,
+                data_seconds=data_seconds,
+                save_seconds=save_seconds,
                 tokens_per_s=batch.n_scored / seconds,
                 memory_bytes=peak_memory(fabric.device),
             )
@@ -160,21 +180,28 @@ def forward_backward(
     micro_batch_size: int,
     step: int,
     dropout_seed: int,
-) -> float:
-    """Add the gradient of the mean loss over the scored tokens of ``batch`` to ``.grad``, and return that loss.
+    norms: MicroBatchNorms | None = None,
+) -> Tensor:
+    """Add the gradient of the mean loss over the scored tokens of ``batch`` to ``.grad``.
 
     The batch goes through in parts of ``micro_batch_size`` sequences, each weighted by its share of the scored tokens, so that neither
     their size nor masked tokens change what is computed. A part without a scored token is left out.
+
+    Returns:
+        What each part adds to the mean loss (parts,): they sum up to it.
     """
-    total = torch.zeros((), device=batch.input_ids.device)
-    for number, micro in enumerate(batch.split(micro_batch_size)):
-        if micro.n_scored == 0:
+    parts = list(batch.split(micro_batch_size))
+    losses = torch.zeros(len(parts), device=batch.input_ids.device)
+    for number, part in enumerate(parts):
+        if part.n_scored == 0:
             continue
         torch.manual_seed(pass_seed(dropout_seed, step, number))
-        loss = objective(model, micro, step) * (micro.n_scored / batch.n_scored)
-        fabric.backward(loss)
-        total += loss.detach()
-    return float(total)
+        share = part.n_scored / batch.n_scored
+        loss = objective(model, part, step) * share
+        with norms.of(model, share) if norms else nullcontext():
+            fabric.backward(loss)
+        losses[number] = loss.detach()
+    return losses
 
 
 def unscaled_pass(
@@ -211,21 +238,34 @@ def gradient_norm(model: nn.Module) -> float:
     return float(torch.nn.utils.get_total_norm(gradients))
 
 
-def non_finite_message(step: int, loss: float, model: nn.Module, passes: Passes) -> str:
+def gradient_norms_by_layer(model: nn.Module) -> dict[str, float]:
+    """The 2-norm of the gradient of each block, and of each module outside the blocks, by name."""
+    groups: dict[str, list[Tensor]] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            first, second, *_ = name.split(".")
+            groups.setdefault(f"{first}.{second}" if first == "layers" else first, []).append(parameter.grad)
+    return {name: float(torch.nn.utils.get_total_norm(gradients)) for name, gradients in groups.items()}
+
+
+def non_finite_message(step: int, losses: Tensor, model: nn.Module, passes: Passes) -> str:
     """What was not finite in pass ``step``, and what can be done."""
-    broken = [name for name, p in model.named_parameters() if p.grad is not None and not p.grad.isfinite().all()]
-    what = (
-        f"the loss is {loss}"
-        if not math.isfinite(loss)
-        else f"the gradient of {broken[0] if broken else 'the model'} is not finite"
-    )
+    what = []
+    broken_parts = (~losses.isfinite()).nonzero().flatten().tolist()
+    if broken_parts:
+        number = broken_parts[0]
+        what.append(f"the loss is {losses[number].item()} in micro-batch {number} of {len(losses)}")
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None and not parameter.grad.isfinite().all():
+            what.append(f"the gradient of {name} is not finite")
+            break
     if passes.non_finite == "skip":
-        rule = f"{passes.max_skips} updates were skipped before (training.max_skips)"
+        rule = f"{passes.max_skips} updates were left out before (training.max_skips)"
     else:
         rule = "training.non_finite=skip leaves such updates out"
     return (
-        f"pass {step}: {what}. Nothing of this pass was saved or updated; the checkpoints before it are whole. "
-        f"A lower training.optimization.lr or a longer warm-up usually helps; {rule}."
+        f"pass {step}: {' and '.join(what)}. Nothing of this pass was saved or updated; the checkpoints before it are whole. "
+        f"A lower training.optimization.lr or a longer warm-up usually helps; {rule}"
     )
 
 

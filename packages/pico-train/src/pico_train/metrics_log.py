@@ -11,8 +11,7 @@ from pico_train.errors import PicoError
 
 @dataclass(frozen=True)
 class Row:
-    """One line of ``metrics.jsonl``; see
-    ``packages/CHECKPOINT_FORMAT.md``, section 7."""
+    """One line of ``metrics.jsonl``; ``packages/CHECKPOINT_FORMAT.md``, section 7, says what each number is."""
 
     step: int
     tokens: int
@@ -20,8 +19,12 @@ class Row:
     val_loss: float | None
     lr: float | None
     grad_norm: float | None
+    grad_norms: dict[str, float] | None
+    noise_scale: float | None
     updated: bool
     seconds: float
+    data_seconds: float
+    save_seconds: float
     tokens_per_s: float
     memory_bytes: int | None
 

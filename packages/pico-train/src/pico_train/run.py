@@ -148,6 +148,8 @@ def _train(
         rule=rule,
         probe=probe_batch,
         probe_batch_size=dynamics.batch_size,
+        norms_by_layer=config.monitoring.gradient_norms == "layers",
+        noise_scale=config.monitoring.gradient_noise_scale,
     )
     batch_tokens = batches.batch_size * seq_len
     log.info(

@@ -15,6 +15,7 @@ from matplotlib.figure import Figure
 
 from pico_analyze import results
 from pico_analyze.plots import style, views
+from pico_analyze.plots.axes import X_LABELS
 from pico_analyze.plots.quantities import (
     LOSSES,
     Horizontal,
@@ -59,16 +60,14 @@ def draw(
     Raises:
         PlotError: there is nothing to draw, or no such metric, format or axis.
     """
-    for name, given, allowed in (("x", [x], tuple(style.X_LABELS)), ("formats", formats, style.FORMATS)):
+    for name, given, allowed in (("x", [x], tuple(X_LABELS)), ("formats", formats, style.FORMATS)):
         if wrong := [value for value in given if value not in allowed]:
             raise PlotError(f"{name}: {wrong[0]!r} is none of {', '.join(allowed)}")
     rows, series = prepare(_read(Path(results_folder)), x)
     if rows.empty:
         raise PlotError(f"{results_folder}: no row has a number of {x}, so there is nothing to draw over {x}")
     known = quantities_of(rows)
-    losses = [
-        quantity for quantity in known if quantity.metric in LOSSES and quantity.rows["y"].notna().any()
-    ]
+    losses = [quantity for quantity in known if quantity.metric in LOSSES]
     jobs = _jobs(_drawable(known, metrics), losses, series, x)
     folder = Path(results_folder, "plots") if output_folder is None else Path(output_folder)
     if folder.exists() and not folder.is_dir():
@@ -83,9 +82,7 @@ def draw(
 
 def _read(folder: Path) -> pd.DataFrame:
     if not folder.is_dir():
-        raise PlotError(
-            f"{folder}: no such folder; give the folder of results that `pico-analyze run` has printed"
-        )
+        raise PlotError(f"{folder}: no such folder; give the folder of results that `pico-analyze run` has printed")
     try:
         table = results.read(folder)
     except results.ResultsError as error:
@@ -101,7 +98,7 @@ def _drawable(known: Sequence[Quantity], metrics: Sequence[str] | None) -> list[
     if unknown := [metric for metric in metrics or () if metric not in names]:
         raise PlotError(f"metrics: there is no {unknown[0]!r} in these results; there are {', '.join(names)}")
     asked = [quantity for quantity in known if not metrics or quantity.metric in metrics]
-    found = [quantity for quantity in asked if quantity.rows["y"].notna().any()]
+    found = [quantity for quantity in asked if quantity.has_values()]
     if not found:
         raise PlotError(f"nothing to draw: {remarks(pd.concat([quantity.rows for quantity in asked]))}")
     for quantity in asked:
@@ -110,9 +107,7 @@ def _drawable(known: Sequence[Quantity], metrics: Sequence[str] | None) -> list[
     return found
 
 
-def _jobs(
-    chosen: Sequence[Quantity], losses: Sequence[Quantity], series: Sequence[Series], x: Horizontal
-) -> list[Job]:
+def _jobs(chosen: Sequence[Quantity], losses: Sequence[Quantity], series: Sequence[Series], x: Horizontal) -> list[Job]:
     """Name and maker of every figure."""
     jobs: list[Job] = [("overview", partial(views.overview, views.main_quantities(chosen), series, x))]
     for quantity in chosen:
@@ -123,7 +118,8 @@ def _jobs(
         if quantity.in_layers:
             views_of.append(("layers", partial(views.layers, quantity, series, x)))
             views_of.append(("heatmap", partial(views.heat_map, quantity, series, x)))
-        if losses and quantity.metric not in LOSSES:
-            views_of.append(("loss", partial(views.beside_loss, quantity, series, x, losses)))
+        beside = [loss for loss in losses if loss.has_values(quantity.rows["member"])]
+        if beside and quantity.metric not in LOSSES:
+            views_of.append(("loss", partial(views.beside_loss, quantity, series, x, beside)))
         jobs += [(f"{quantity.name}_{view}", make) for view, make in views_of]
     return jobs

@@ -64,7 +64,7 @@ KEYS = ["metric", "parameters", "kind", "component", "module", "split", "referen
 
 @dataclass(frozen=True)
 class Series:
-    """A run, or ``n_runs`` runs that differ only in their seeds; ``scale`` is its number of parameters, or inf."""
+    """A run, or ``n_runs`` runs that differ only in their seeds; ``scale`` in parameters, inf if unknown."""
 
     label: str
     scale: float
@@ -89,6 +89,11 @@ class Quantity:
         """The quantity in words, for an axis."""
         unit = f" ({self.unit})" if self.unit else ""
         return (f"{self.title} of {self.subject}" if self.subject else self.title) + unit
+
+    def has_values(self, members: "pd.Series[int] | None" = None) -> bool:
+        """Whether it has a value, in these runs or in any."""
+        rows = self.rows if members is None else self.rows[self.rows["member"].isin(members)]
+        return bool(rows["y"].notna().any())
 
     @property
     def per_head(self) -> bool:
@@ -180,9 +185,7 @@ def _series(rows: pd.DataFrame) -> tuple[list[Series], dict[int, int]]:
     found: list[tuple[float, str, list[int]]] = []
     for _, alike in runs.groupby(["suite", "scale"], dropna=False):
         scale = float(alike["scale"].iloc[0]) if alike["scale"].notna().all() else math.inf
-        replicates = (
-            alike[["suite", "scale", *SEEDS]].notna().all(axis=None) and not alike[SEEDS].duplicated().any()
-        )
+        replicates = alike[["suite", "scale", *SEEDS]].notna().all(axis=None) and not alike[SEEDS].duplicated().any()
         if replicates and len(alike) > 1:
             found.append((scale, str(alike["suite"].iloc[0]), list(alike.index)))
         else:
@@ -229,9 +232,7 @@ def quantities_of(rows: pd.DataFrame) -> list[Quantity]:
                 name=_file_name(of, {quantity.name.lower() for quantity in found}),
                 metric=of["metric"],
                 title=_title(look.words, of, show_parameters=bool(several[of["metric"]])),
-                subject=""
-                if of["component"] == "loss"
-                else _subject(of, several_modules=modules[of["component"]] > 1),
+                subject="" if of["component"] == "loss" else _subject(of, several_modules=modules[of["component"]] > 1),
                 unit=look.unit,
                 limits=look.limits,
                 log=bool(look.log or wide) and bool((values > 0).all()),

@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 from pico_analyze.plots import style
+from pico_analyze.plots.axes import X_LABELS, log_format, log_ticks, scale_x, scale_y, short, value_range
 from pico_analyze.plots.quantities import (
     KEYS,
     LOSSES,
@@ -22,7 +23,7 @@ from pico_analyze.plots.quantities import (
     remarks,
     summarise,
 )
-from pico_analyze.plots.style import DOUBLE, SINGLE, X_LABELS, Stroke
+from pico_analyze.plots.style import DOUBLE, SINGLE, Stroke
 
 
 def trajectory(quantity: Quantity, series: Sequence[Series], x: Horizontal, *, symlog: bool) -> Figure:
@@ -54,8 +55,8 @@ def layers(quantity: Quantity, series: Sequence[Series], x: Horizontal) -> Figur
         axes.set_title(f"layer {numbers[place]}", loc="left")
         lowest = place + n_columns >= len(numbers)
         axes.tick_params(labelbottom=lowest)
-        style.scale_x(axes, rows["x"].to_numpy(), x, symlog=True, label=lowest)
-    style.scale_y(grid[0, 0], drawn, quantity)
+        scale_x(axes, rows["x"].to_numpy(), x, symlog=True, label=lowest)
+    scale_y(grid[0, 0], drawn, quantity)
     figure.supylabel(style.wrap(_over_heads(quantity), 0.4 + 1.2 * n_rows))
     style.legend(figure, *_present(rows, series))
     style.footnote(figure, remarks(quantity.rows), _hollow(quantity.rows, within="layer"))
@@ -87,9 +88,9 @@ def heat_map(quantity: Quantity, series: Sequence[Series], x: Horizontal) -> Fig
     bar.set_label(style.wrap(_over_heads(quantity), figure.get_figheight() - 0.6))
     bar.outline.set_visible(False)
     if quantity.log:
-        low, high = style.value_range([table.to_numpy() for table in tables], quantity)
-        bar.set_ticks(style.log_ticks(low, high), minor=False)
-        bar.ax.yaxis.set_major_formatter(style.log_format(low, high))
+        low, high = value_range([table.to_numpy() for table in tables], quantity)
+        bar.set_ticks(log_ticks(low, high), minor=False)
+        bar.ax.yaxis.set_major_formatter(log_format(low, high))
         bar.ax.minorticks_off()
     averaged = "Median over runs." if any(series[index].n_runs > 1 for index in present) else ""
     ringed = "Ring: flagged." if rows["status"].eq("flagged").any() else ""
@@ -98,9 +99,7 @@ def heat_map(quantity: Quantity, series: Sequence[Series], x: Horizontal) -> Fig
     return figure
 
 
-def beside_loss(
-    quantity: Quantity, series: Sequence[Series], x: Horizontal, losses: Sequence[Quantity]
-) -> Figure:
+def beside_loss(quantity: Quantity, series: Sequence[Series], x: Horizontal, losses: Sequence[Quantity]) -> Figure:
     """The loss above the quantity, over the same axis; of two losses the first is the thick line."""
     figure = style.figure(SINGLE, 3.9)
     above, below = figure.subplots(2, 1, sharex=True)
@@ -109,15 +108,13 @@ def beside_loss(
     for place, loss in enumerate(losses):
         rows = loss.rows[loss.rows["member"].isin(runs)]
         drawn += [summary.median for summary in _medians(above, rows, series, faint=place > 0)]
-    style.scale_y(above, drawn, losses[0])
+    scale_y(above, drawn, losses[0])
     above.set_ylabel("loss (nats per token)" if len(losses) > 1 else style.wrap(losses[0].label, 1.5))
     _lines(below, quantity, series, x, symlog=True, banded=quantity.in_layers)
     below.set_ylabel(style.wrap(quantity.label, 1.5))
     figure.align_ylabels([above, below])
     style.legend(figure, *_present(quantity.rows, series))
-    names = [
-        loss.metric.replace("val_loss", "validation").replace("train_loss", "training") for loss in losses
-    ]
+    names = [loss.metric.replace("val_loss", "validation").replace("train_loss", "training") for loss in losses]
     which = f"Loss: {names[0]}, faint {names[1]}." if len(losses) > 1 else ""
     style.footnote(figure, which, _spread(quantity), remarks(quantity.rows), _hollow(quantity.rows))
     return figure
@@ -141,9 +138,7 @@ def overview(chosen: Sequence[Quantity], series: Sequence[Series], x: Horizontal
         axes.set_title("\n".join(style.wrap(part, width) for part in words if part))
     rows = pd.concat([quantity.rows for quantity in chosen])
     style.legend(figure, *_present(rows, series))
-    spread = (
-        "Line: median over layers; bands: middle 50 % and 80 %." if any(q.in_layers for q in chosen) else ""
-    )
+    spread = "Line: median over layers; bands: middle 50 % and 80 %." if any(q.in_layers for q in chosen) else ""
     style.footnote(figure, spread, remarks(rows), _hollow(rows))
     return figure
 
@@ -178,13 +173,11 @@ def _lines(
             if len(rows):
                 style.bands(axes, pooled := summarise(rows), stroke)
                 drawn.append(pooled.levels)
-    style.scale_x(axes, quantity.rows["x"].to_numpy(), x, symlog=symlog, label=label)
-    style.scale_y(axes, drawn, quantity)
+    scale_x(axes, quantity.rows["x"].to_numpy(), x, symlog=symlog, label=label)
+    scale_y(axes, drawn, quantity)
 
 
-def _medians(
-    axes: Axes, rows: pd.DataFrame, series: Sequence[Series], *, faint: bool = False
-) -> list[Summary]:
+def _medians(axes: Axes, rows: pd.DataFrame, series: Sequence[Series], *, faint: bool = False) -> list[Summary]:
     """A line for each run through the median at each x."""
     strokes = style.strokes(series)
     summaries = []
@@ -207,9 +200,9 @@ def _layer_table(rows: pd.DataFrame) -> pd.DataFrame:
 def _colour_scale(tables: Sequence[pd.DataFrame], quantity: Quantity) -> Normalize:
     values = np.concatenate([table.to_numpy().ravel() for table in tables])
     if quantity.log:
-        return LogNorm(*style.value_range([values], quantity))
+        return LogNorm(*value_range([values], quantity))
     low, high = float(np.nanmin(values)), float(np.nanmax(values))
-    return Normalize(low, high) if high > low else Normalize(*style.value_range([values], quantity))
+    return Normalize(low, high) if high > low else Normalize(*value_range([values], quantity))
 
 
 def _heat_panel(axes: Axes, table: pd.DataFrame, rows: pd.DataFrame, norm: Normalize) -> Any:
@@ -231,7 +224,7 @@ def _heat_panel(axes: Axes, table: pd.DataFrame, rows: pd.DataFrame, norm: Norma
         markeredgewidth=0.5,
     )
     shown = np.unique(np.linspace(0, len(columns) - 1, min(len(columns), 5)).round().astype(int))
-    axes.set_xticks(shown, [style.short(table.columns[column]) for column in shown])
+    axes.set_xticks(shown, [short(table.columns[column]) for column in shown])
     every = math.ceil(len(table) / 8)
     axes.set_yticks(range(0, len(table), every))
     return image
@@ -240,24 +233,18 @@ def _heat_panel(axes: Axes, table: pd.DataFrame, rows: pd.DataFrame, norm: Norma
 def _present(rows: pd.DataFrame, series: Sequence[Series]) -> tuple[list[Series], list[Stroke]]:
     """The series that these rows hold, with the strokes they have in every picture."""
     present = set(rows["series"])
-    pairs = [
-        pair for index, pair in enumerate(zip(series, style.strokes(series), strict=True)) if index in present
-    ]
+    pairs = [pair for index, pair in enumerate(zip(series, style.strokes(series), strict=True)) if index in present]
     return [one for one, _ in pairs], [stroke for _, stroke in pairs]
 
 
 def _over_heads(quantity: Quantity) -> str:
-    return (
-        quantity.label.replace(", per head", ", median over heads") if quantity.per_head else quantity.label
-    )
+    return quantity.label.replace(", per head", ", median over heads") if quantity.per_head else quantity.label
 
 
 def _spread(quantity: Quantity) -> str:
     if not quantity.in_layers:
         return ""
-    return (
-        f"Line: median over layers{' and heads' if quantity.per_head else ''}; bands: middle 50 % and 80 %."
-    )
+    return f"Line: median over layers{' and heads' if quantity.per_head else ''}; bands: middle 50 % and 80 %."
 
 
 def _hollow(rows: pd.DataFrame, *, within: str = "x") -> str:
