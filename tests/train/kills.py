@@ -22,13 +22,14 @@ from fnmatch import fnmatch
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from pico_train.checkpoint.format import CheckpointError, Manifest, read_manifest, step_folders
 from pico_train.checkpoint.resume import verify_run
 from pico_train.metrics_log import read_rows
 
-TIMEOUT_S = 120  # a start takes about a second; one that takes this long hangs
-TIMINGS = ("seconds", "tokens_per_s", "memory_bytes")
+TIMEOUT_S = 60  # a start takes about half a second; one that takes this long hangs
+TIMINGS = ("seconds", "data_seconds", "save_seconds", "tokens_per_s", "memory_bytes")
 MAX_STEPS = 14
 
 RUN = f"""
@@ -55,12 +56,26 @@ evaluation:
 checkpointing:
   save_every_n_steps: 3
   schedule: {{log2_until: 4}}
+  restart: {{every_n_steps: 5, keep: 1}}
   learning_dynamics: {{eval_data: held_out, probe_windows: 4, batch_size: 2}}
 """
-# Saved are 0, 1, 2, 3, 4, 6, 9, 12, 14. A pass has two micro-batches, and one that is saved two more in the probe.
+# Saved are 0, 1, 2, 3, 4, (5), 6, 9, (10), 12, 14; in brackets the restart points. A milestone has 8 files of tensors, a restart
+# point 2; both have 5 other files and the manifest. A pass has two micro-batches, and one that is saved two more in the probe.
 
 
 # ---- the moments
+
+
+def _first(*arguments: Any, **_: Any) -> Path:
+    return Path(arguments[0])
+
+
+def _second(*arguments: Any, **_: Any) -> Path:
+    return Path(arguments[1])
+
+
+def _log(*arguments: Any, **_: Any) -> Path:
+    return Path(arguments[0]._file.name)
 
 
 @dataclass(frozen=True)
@@ -69,10 +84,11 @@ class Moment:
 
     Attributes:
         function: ``module:attribute``, in the module that looks it up.
-        part: how much of the call is done: 0 nothing, 1 all, between the two that share of the bytes it writes to its file.
+        part: how much of the call is done: 0 nothing, 1 all, between the two that share of the bytes it writes.
         nth: which call of the process, among those on a file that ``file`` matches.
         file: pattern for the name of the file or folder that the call is about; None for any call.
         path_of: finds that file in the arguments of the call.
+        late_s: how long the call is held up before the kill, for other threads to go on meanwhile.
         after: the moment at which the start before this one is killed; None where this is the first start.
     """
 
@@ -80,16 +96,9 @@ class Moment:
     part: float
     nth: int = 1
     file: str | None = None
-    path_of: Callable[..., Path] = lambda first, *_, **__: Path(first)
+    path_of: Callable[..., Path] = _first
+    late_s: float = 0
     after: str | None = None
-
-
-def _log(*arguments: Any) -> Path:
-    return Path(arguments[0]._file.name)
-
-
-def _target(*arguments: Any, **_: Any) -> Path:
-    return Path(arguments[1])
 
 
 ROW = "pico_train.metrics_log:MetricsLog.append"
@@ -116,9 +125,8 @@ MOMENTS = {
         "pico_train.checkpoint.resume:load_llama_state_dict", 1, after="between two micro-batches"
     ),
     "optimizer put back": Moment("pico_train.checkpoint.resume:load_state_by_name", 1, after="update done"),
-    "log open at its step, nothing done": Moment(
-        "pico_train.metrics_log:MetricsLog.__init__", 1, after="row half logged"
-    ),
+    "log rewritten, not in place": Moment(REPLACE, 0, file="metrics.jsonl.tmp", after="row logged"),
+    "log open at its step": Moment("pico_train.metrics_log:MetricsLog.__init__", 1, after="row half logged"),
     # the loop
     "before forward and backward": Moment("pico_train.loop:forward_backward", 0, 15),
     "between two micro-batches": Moment("pico_train.loop:pass_seed", 0, 24),
@@ -132,22 +140,31 @@ MOMENTS = {
     "before the probe": Moment("pico_train.loop:probe_pass", 0, 7),
     "in the probe, training gradients aside": Moment("pico_train.loop:unscaled_pass", 1, 8),
     "probe done": Moment("pico_train.loop:probe_pass", 1, 3),
-    # a checkpoint
+    # a checkpoint, written beside training: without and with time for training to run on
+    "before the snapshot": Moment("pico_train.checkpoint.save:Saver.milestone", 0, 4),
+    "snapshot taken, nothing written": Moment("pico_train.checkpoint.save:Saver._publish", 0, 7),
     "before the log is synced for a save": Moment("pico_train.metrics_log:MetricsLog.sync", 0, 5),
     "first checkpoint, no file yet": Moment(SAVE_FILE, 0),
-    "tensor file half written": Moment(SAVE_FILE, 0.5, 42, file="*.safetensors", path_of=_target),
-    "tensor file written": Moment(SAVE_FILE, 1, 60),
-    "state.json half written": Moment("pathlib:Path.write_bytes", 0.5, 7, file="state.json"),
-    "files written, some hashed": Moment("pico_train.checkpoint.write:_file_row", 1, 4 * 13 + 5),
-    "before the manifest": Moment("pico_train.checkpoint.write:manifest_text", 0, 6),
-    "manifest half written": Moment(WRITE, 0.5, 8, file="manifest.json"),
-    "first checkpoint staged": Moment(RENAME, 0, 1, file="step_*.tmp"),
-    "checkpoint staged": Moment(RENAME, 0, 7, file="step_*.tmp"),
-    "checkpoint renamed": Moment(RENAME, 1, 6, file="step_*.tmp"),
-    "renamed and parent synced": Moment("pico_train.checkpoint.write:_flush", 1, 8, file="checkpoints"),
-    "last checkpoint staged": Moment(RENAME, 0, 9, file="step_*.tmp"),
-    "last checkpoint renamed": Moment(RENAME, 1, 9, file="step_*.tmp"),
+    "tensor file half written": Moment(SAVE_FILE, 0.5, 44, file="*.safetensors", path_of=_second),
+    "tensor file written": Moment(SAVE_FILE, 1, 55, late_s=0.2),
+    "state.json half written": Moment("pathlib:Path.write_bytes", 0.5, 8, file="state.json"),
+    "files written, some hashed": Moment("pico_train.checkpoint.write:_file_row", 1, 5 * 13 + 7 + 5),
+    "before the manifest": Moment("pico_train.checkpoint.write:manifest_text", 0, 7),
+    "manifest half written": Moment(WRITE, 0.5, 10, file="manifest.json", late_s=0.2),
+    "first checkpoint staged": Moment(RENAME, 0, 1, file="step_*.tmp", late_s=0.2),
+    "checkpoint staged": Moment(RENAME, 0, 8, file="step_*.tmp"),
+    "checkpoint renamed": Moment(RENAME, 1, 7, file="step_*.tmp"),
+    "renamed and parent synced": Moment("pico_train.checkpoint.write:_flush", 1, 7, file="checkpoints", late_s=0.2),
     "leftover staging removed": Moment("shutil:rmtree", 1, file="step_*.tmp", after="tensor file half written"),
+    "last checkpoint staged": Moment(RENAME, 0, 11, file="step_*.tmp"),
+    "last checkpoint staged, training done": Moment(RENAME, 0, 11, file="step_*.tmp", late_s=0.3),
+    "last checkpoint renamed": Moment(RENAME, 1, 11, file="step_*.tmp"),
+    # a restart point: 5, and 10, after which 5 is deleted
+    "restart point half written": Moment(SAVE_FILE, 0.5, 42, file="*.safetensors", path_of=_second),
+    "restart point staged": Moment(RENAME, 0, 9, file="step_*.tmp", late_s=0.2),
+    "restart point renamed": Moment(RENAME, 1, 6, file="step_*.tmp"),
+    "old restart point renamed to be deleted": Moment(RENAME, 1, file="step_5"),
+    "old restart point half deleted": Moment("os:unlink", 1, file="model.safetensors", late_s=0.2),
     # the log
     "before a row": Moment(ROW, 0, 7),
     "row half logged": Moment(ROW, 0.5, 9, file="metrics.jsonl", path_of=_log),
@@ -164,10 +181,10 @@ MOMENTS = {
 }
 
 
-def plan(moment: str) -> list[str]:
-    """The moments at which one start after the other is killed, ``moment`` the last of them."""
-    before = MOMENTS[moment].after
-    return [*(plan(before) if before else ()), moment]
+def plan(name: str) -> list[Moment]:
+    """The moments at which one start after the other is killed, the one called ``name`` the last of them."""
+    moment = MOMENTS[name]
+    return [*(plan(moment.after) if moment.after else ()), moment]
 
 
 def arm(moment: Moment) -> None:
@@ -181,17 +198,17 @@ def arm(moment: Moment) -> None:
 
     def armed(*args: Any, **kwargs: Any) -> Any:
         path = moment.path_of(*args, **kwargs) if moment.file else None
-        if (path and not fnmatch(path.name, str(moment.file))) or next(calls) < moment.nth:
+        if (path and not fnmatch(path.name, str(moment.file))) or next(calls) != moment.nth:
             return real(*args, **kwargs)
         before = path.stat().st_size if path and path.is_file() else 0
-        if moment.part > 0:
-            real(*args, **kwargs)
-        if 0 < moment.part < 1:
-            assert path is not None
+        result = real(*args, **kwargs) if moment.part > 0 else None
+        if path and 0 < moment.part < 1:
             after = path.stat().st_size
-            kept = before if before < after else 0  # what a call appended to, or nothing where it wrote a file anew
-            os.truncate(path, kept + int(moment.part * (after - kept)))
+            begin = before if before < after else 0  # appended to, or written anew
+            os.truncate(path, begin + int(moment.part * (after - begin)))
+        time.sleep(moment.late_s)
         os.kill(os.getpid(), signal.SIGKILL)
+        return result
 
     setattr(owner, name, armed)
 
@@ -201,66 +218,62 @@ def arm(moment: Moment) -> None:
 
 @dataclass(frozen=True)
 class Ended:
-    """How one start ended: the exit code (-9 after SIGKILL), seconds from the fork, and what it printed."""
+    """How one start ended: the exit code (-9 after SIGKILL), and the seconds from the fork to the end."""
 
     code: int
     seconds: float
-    output: str
 
 
 def preload() -> None:
-    """Start the process that forks the trainers; on one thread, so that forking is safe and a bit is a bit."""
+    """Start the process that forks the trainers: one thread, so that forking is safe and rounding the same everywhere."""
     multiprocessing.set_forkserver_preload(["lightning.fabric", "pico_train.run"])
-    before = os.environ.get("OMP_NUM_THREADS")
-    os.environ["OMP_NUM_THREADS"] = "1"
-    try:
+    # A killed trainer leaves the semaphores of its progress bars to multiprocessing, which removes them and says so.
+    silent = "ignore::UserWarning:multiprocessing.resource_tracker"
+    with mock.patch.dict(os.environ, OMP_NUM_THREADS="1", PYTHONWARNINGS=silent):
         forkserver.ensure_running()
-    finally:
-        if before is None:
-            del os.environ["OMP_NUM_THREADS"]
-        else:
-            os.environ["OMP_NUM_THREADS"] = before
 
 
-def start(words: Sequence[str], output: Path, *, moment: str | None = None, kill_after_s: float | None = None) -> Ended:
+def start(
+    words: Sequence[str],
+    output: Path,
+    *,
+    moment: Moment | None = None,
+    kill_after_s: float | None = None,
+    timeout_s: float = TIMEOUT_S,
+) -> Ended:
     """Run ``pico-train WORDS`` in a process of its own to its end, or until ``moment``, or until it is killed from here.
 
     Raises:
         AssertionError: it hangs; the message has what it printed and the stack of each of its threads.
     """
     context = multiprocessing.get_context("forkserver")
-    process = context.Process(target=pico_train, args=(list(words), output, moment))
+    process = context.Process(target=pico_train, args=(list(words), output, moment, timeout_s))
     began = time.perf_counter()
     process.start()
     if kill_after_s is not None:
         process.join(kill_after_s)
         process.kill()
-    process.join(TIMEOUT_S + 5)
+    process.join(timeout_s + 2)
     seconds = time.perf_counter() - began
-    hangs = process.exitcode is None
-    if hangs:
+    if process.exitcode is None:
         process.kill()
         process.join()
-    printed = output.read_text(encoding="utf-8") if output.exists() else ""
-    assert not hangs, f"pico-train {' '.join(words)} hangs:\n{printed}"
-    code = process.exitcode
-    assert code is not None
-    process.close()
-    return Ended(code, seconds, printed)
+        raise AssertionError(f"pico-train {' '.join(words)} hangs:\n{output.read_text(encoding='utf-8')}")
+    return Ended(process.exitcode, seconds)
 
 
-def pico_train(words: list[str], output: Path, moment: str | None) -> None:
-    """The forked process: the command line, with a session, a terminal and the moment of its own."""
+def pico_train(words: list[str], output: Path, moment: Moment | None, timeout_s: float) -> None:
+    """The forked process: the command line, with a session, an output and a moment of its own."""
     from pico_train.cli import main
 
     os.setsid()
     with output.open("a", encoding="utf-8") as file:
-        os.dup2(file.fileno(), sys.stdout.fileno())
-        os.dup2(file.fileno(), sys.stderr.fileno())
-    faulthandler.dump_traceback_later(TIMEOUT_S)
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    faulthandler.dump_traceback_later(timeout_s)
     sys.argv = ["pico-train", *words]
     if moment is not None:
-        arm(MOMENTS[moment])
+        arm(moment)
     main(words)
 
 
@@ -272,48 +285,66 @@ class History:
     """One run in a folder of its own, with its own token cache: the same command from the first start to the last."""
 
     folder: Path
+    overrides: tuple[str, ...] = ()
 
     @property
     def run(self) -> Path:
         """The run folder."""
         return self.folder / "runs" / "run"
 
+    @property
+    def output(self) -> Path:
+        """What all starts have printed."""
+        return self.folder / "output.txt"
+
     def words(self) -> list[str]:
-        """The command; its configuration and text are in the folder."""
-        config = self.folder / "run.yaml"
+        """The command after ``pico-train``. The text stands beside the folder: the same file, so the same cache, for all."""
+        config, story = self.folder / "run.yaml", self.folder.parent / "story.txt"
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if not story.exists():
+            story.write_text(_story(), encoding="utf-8")
         if not config.exists():
-            self.folder.mkdir(parents=True)
-            story = self.folder.parent / "story.txt"  # beside it: the same file, so the same cache, for all
-            if not story.exists():
-                story.write_text(_story(), encoding="utf-8")
             config.write_text(RUN.replace("STORY", str(story)), encoding="utf-8")
-        places = (f"checkpointing.runs_dir={self.run.parent}", f"data.cache_dir={self.folder / 'token_caches'}")
-        return ["run", str(config), *places]
+        places = (
+            f"checkpointing.runs_dir={self.run.parent}",
+            f"data.cache_dir={self.folder / 'token_caches'}",
+        )
+        return ["run", str(config), *places, *self.overrides]
 
-    def survive(self, kills: Sequence[str | float] = ()) -> list[tuple[str, str]]:
-        """Start until the run is finished; the n-th start is killed at the n-th of ``kills``, a moment or a delay in seconds.
-
-        Returns a pair per kill: when it came, and where the run then stood. A start that ends before its delay is the last.
+    def kill(self, when: Moment | float) -> str | None:
+        """Start, kill at a moment or after a delay in seconds, and say where the run then stands; None where a delay was too long.
 
         Raises:
-            AssertionError: a start fails, hangs, or never comes to its moment.
+            AssertionError: the start fails, hangs, or never comes to its moment.
         """
-        survived = []
-        for kill in kills:
-            named = isinstance(kill, str)
-            ended = self._start(moment=kill) if isinstance(kill, str) else self._start(kill_after_s=kill)
-            if ended.code == 0 and not named:
-                return survived
-            assert ended.code != 0, f"the trainer ended without ever coming to {kill!r}:\n{ended.output}"
-            assert ended.code == -signal.SIGKILL, f"exit code {ended.code}:\n{ended.output}"
-            survived.append((kill if isinstance(kill, str) else f"after {kill:.2f} s", standing(self.run)))
-        ended = self._start()
-        after = f" after {survived}" if survived else ""
-        assert ended.code == 0, f"exit code {ended.code}{after}:\n{ended.output}"
-        return survived
+        if isinstance(when, Moment):
+            ended = start(self.words(), self.output, moment=when)
+        else:
+            ended = start(self.words(), self.output, kill_after_s=when)
+            if ended.code == 0:
+                return None
+        assert ended.code != 0, f"ended without ever coming to {when}:\n{self.output.read_text(encoding='utf-8')}"
+        self._expect(-signal.SIGKILL, ended)
+        return standing(self.run)
 
-    def _start(self, **kill: Any) -> Ended:
-        return start(self.words(), self.folder / "output.txt", **kill)
+    def finish(self) -> None:
+        """Start and let it come to its end."""
+        self._expect(0, start(self.words(), self.output))
+
+    def survive(self, kills: Sequence[Moment | float]) -> list[str]:
+        """Start until the run is finished, the n-th start killed at the n-th of ``kills``; where it stood after each kill."""
+        stood = []
+        for when in kills:
+            where = self.kill(when)
+            if where is None:
+                return stood
+            stood.append(where)
+        self.finish()
+        return stood
+
+    def _expect(self, code: int, ended: Ended) -> None:
+        said = f"exit code {ended.code} instead of {code}:\n{self.output.read_text(encoding='utf-8')}"
+        assert ended.code == code, said
 
 
 def delays(n: int, whole_s: float, seed: int) -> list[float]:

@@ -38,7 +38,7 @@ def analyze(
     runs: str | Path | Run | Sequence[str | Path | Run],
     config: AnalysisConfig | Mapping[str, Any],
     previous: pd.DataFrame | None = None,
-    on_checkpoint: Callable[[str, int, int], None] | None = None,
+    on_checkpoint: Callable[[str, int, int, Sequence[Row]], None] | None = None,
 ) -> pd.DataFrame:
     """Measure what ``config`` asks for on ``runs``; the table has the columns of ``results.COLUMNS``.
 
@@ -49,7 +49,7 @@ def analyze(
         runs: Runs that are open, or patterns as `find_runs` takes them.
         config: A configuration, or a mapping of the same content. Its own ``runs`` are not looked at.
         previous: An earlier table, from which values of the same content are taken; missing ones are retried.
-        on_checkpoint: Called after each checkpoint with its name, how many are done and how many there are.
+        on_checkpoint: Called after each checkpoint with its name, how many are done, how many there are, and its rows.
 
     Raises:
         ConfigError: the configuration is not valid.
@@ -73,6 +73,7 @@ def analyze(
             kept = {cell.key: old for cell in here if (old := _kept(cell, earlier.get(cell.key, {})))}
             new = _measure(run, step, [cell for cell in here if cell.key not in kept], references)
             about = _checkpoint_columns(run, step)
+            n_before = len(rows)
             rows += [about | loss for loss in losses.get(step, ())]
             for cell in here:
                 measured = kept.get(cell.key) or new[cell.key]
@@ -82,7 +83,7 @@ def analyze(
             n_kept += sum(map(len, kept.values()))
             n_done += 1
             if on_checkpoint is not None:
-                on_checkpoint(f"{run.name} step {step}", n_done, n_checkpoints)
+                on_checkpoint(f"{run.name} step {step}", n_done, n_checkpoints, rows[n_before:])
 
     frame = table(rows)
     n_missing = int(frame["status"].eq("missing").sum())

@@ -37,8 +37,8 @@ def reports_errors(command: Command) -> Command:
         except KeyboardInterrupt:
             click.echo("interrupted: the same command computes what is missing", err=True)
             sys.exit(130)
-        except click.exceptions.Exit:
-            raise
+        except BrokenPipeError:
+            raise  # `pico-analyze ls ... | head`: click ends quietly
         except Exception as error:
             if debug:
                 traceback.print_exc()
@@ -177,7 +177,8 @@ def ls_runs(path: str) -> None:
     for folder in find_runs([path]):
         run = open_run(folder)
         size = "" if run.n_parameters is None else f"{run.n_parameters:,}"
-        rows.append((run.name, run.identity.suite or "", size, str(len(run.steps)), list_steps(run.steps), str(folder)))
+        steps = list_steps(run.steps).removeprefix("the steps ")
+        rows.append((run.name, run.identity.suite or "", size, str(len(run.steps)), steps, str(folder)))
     _print_table(("run", "suite", "parameters", "checkpoints", "steps", "folder"), rows)
 
 

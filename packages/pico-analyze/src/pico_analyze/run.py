@@ -173,7 +173,7 @@ def _measure(runs: Sequence[Run], config: AnalysisConfig, previous: pd.DataFrame
 
     with _progress() as show:
 
-        def on_checkpoint(name: str, n_done: int, n_all: int, rows: Iterable[Mapping[str, Any]] = ()) -> None:
+        def on_checkpoint(name: str, n_done: int, n_all: int, rows: Iterable[Mapping[str, Any]]) -> None:
             nonlocal written_at
             show(name, n_done, n_all)
             done.extend(rows)

@@ -70,9 +70,10 @@ def draw(
     losses = [quantity for quantity in known if quantity.metric in LOSSES]
     jobs = _jobs(_drawable(known, metrics), losses, series, x)
     folder = Path(results_folder, "plots") if output_folder is None else Path(output_folder)
-    if folder.exists() and not folder.is_dir():
-        raise PlotError(f"{folder} is a file; the pictures need a folder")
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise PlotError(f"{folder}: the folder for the pictures cannot be made ({error.strerror})") from None
     written: list[Path] = []
     with style.paper():
         for name, make in progress(jobs):

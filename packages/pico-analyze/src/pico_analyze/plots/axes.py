@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from pico_analyze.plots.quantities import Horizontal, Quantity
 
 X_LABELS = {"step": "training step", "tokens": "tokens seen"}
-STEPS = [1, 2, 2.5, 5, 10]  # what may lie between two ticks of a linear axis, times a power of ten
+TICK_STEPS = [1, 2, 2.5, 5, 10]  # what may lie between two ticks of a linear axis, times a power of ten
 
 
 def short(value: float, _: object = None) -> str:
@@ -38,9 +38,9 @@ def scale_x(axes: Axes, xs: NDArray[np.float64], x: Horizontal, *, symlog: bool,
         axes.xaxis.set_minor_locator(FixedLocator(minor))
         axes.xaxis.set_minor_formatter(NullFormatter())
     else:
-        axes.xaxis.set_major_locator(MaxNLocator(5, steps=STEPS, integer=True))
+        axes.xaxis.set_major_locator(MaxNLocator(5, steps=TICK_STEPS, integer=True))
     axes.xaxis.set_major_formatter(FuncFormatter(short))
-    if len(xs) > 1:  # a margin as wide to the eye on the left as on the right
+    if xs.min() < xs.max():  # a margin as wide to the eye on the left as on the right
         scale = axes.xaxis.get_transform()
         low, high = scale.transform(np.array([xs.min(), xs.max()], dtype=float))
         margin = 0.03 * (high - low)
@@ -66,7 +66,7 @@ def scale_y(axes: Axes, drawn: Iterable[NDArray[np.float64]], quantity: Quantity
     low, high = value_range(drawn, quantity)
     if not quantity.log:
         axes.set_ylim(low, high)
-        axes.yaxis.set_major_locator(MaxNLocator(5, steps=STEPS))
+        axes.yaxis.set_major_locator(MaxNLocator(5, steps=TICK_STEPS))
         return
     axes.set_yscale("log")
     margin = (high / low) ** 0.05

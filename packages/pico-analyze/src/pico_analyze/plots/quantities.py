@@ -169,11 +169,18 @@ def _tokens(rows: pd.DataFrame) -> NDArray[np.float64]:
 
 
 def _references(rows: pd.DataFrame) -> "pd.Series[str]":
-    """What each row is compared with, in words; without the run where every run is compared with itself."""
+    """What each row is compared with, in words, so that the rows of a quantity share them.
+
+    The run is left out where every run is compared with itself, and so is the step where each run is compared
+    with its last one and these differ.
+    """
+    keys = [rows[key] for key in ("metric", "parameters", "kind", "component", "module", "split")]
     steps = rows["reference_step"].map(lambda step: f"step {step}", na_action="ignore").astype(object)
+    last = rows["reference_step"].eq(rows.groupby("member")["step"].transform("max")).fillna(False)
+    n_last = rows["reference_step"].where(last).groupby(keys, dropna=False).transform("nunique")
+    steps = steps.mask(last & (n_last > 1), "the last step")
     other = rows["reference_run"].notna() & rows["reference_run"].ne(rows["run"])
-    keys = ["metric", "parameters", "kind", "component", "module", "split", "reference_step"]
-    elsewhere = other.groupby([rows[key] for key in keys], dropna=False).transform("any")
+    elsewhere = other.groupby([*keys, rows["reference_step"]], dropna=False).transform("any")
     runs = "run " + rows["reference_run"].astype(object)
     named = runs.where(steps.isna(), runs + " at " + steps)
     return steps.where(~elsewhere, named).fillna("")

@@ -88,8 +88,8 @@ def heat_map(quantity: Quantity, series: Sequence[Series], x: Horizontal) -> Fig
     bar.set_label(style.wrap(_over_heads(quantity), figure.get_figheight() - 0.6))
     bar.outline.set_visible(False)
     if quantity.log:
-        low, high = value_range([table.to_numpy() for table in tables], quantity)
-        bar.set_ticks(log_ticks(low, high), minor=False)
+        low, high = norm.vmin or 1.0, norm.vmax or 1.0
+        bar.set_ticks(log_ticks(low, high))
         bar.ax.yaxis.set_major_formatter(log_format(low, high))
         bar.ax.minorticks_off()
     averaged = "Median over runs." if any(series[index].n_runs > 1 for index in present) else ""
@@ -199,10 +199,11 @@ def _layer_table(rows: pd.DataFrame) -> pd.DataFrame:
 
 def _colour_scale(tables: Sequence[pd.DataFrame], quantity: Quantity) -> Normalize:
     values = np.concatenate([table.to_numpy().ravel() for table in tables])
-    if quantity.log:
-        return LogNorm(*value_range([values], quantity))
     low, high = float(np.nanmin(values)), float(np.nanmax(values))
-    return Normalize(low, high) if high > low else Normalize(*value_range([values], quantity))
+    shown = value_range([values], quantity)
+    if high - low < 0.1 * (shown[1] - shown[0]):  # do not stretch the colours over rounding errors
+        low, high = shown
+    return LogNorm(low, high) if quantity.log else Normalize(low, high)
 
 
 def _heat_panel(axes: Axes, table: pd.DataFrame, rows: pd.DataFrame, norm: Normalize) -> Any:
