@@ -6,6 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
 from pico_analyze.checkpoint.format import (
     FORMAT,
     FORMAT_VERSION,
@@ -22,8 +25,6 @@ from pico_analyze.checkpoint.format import (
     content_hash,
     file_hash,
 )
-from safetensors.torch import save_file
-from torch import Tensor
 
 DTYPES = {
     torch.float32: "F32",

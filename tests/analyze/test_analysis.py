@@ -3,9 +3,10 @@ import logging
 import shutil
 
 import pandas as pd
-import pico_analyze.metrics
 import pytest
 import torch
+
+import pico_analyze.metrics
 from pico_analyze.analysis import AnalysisError, analyze, describe, plan
 from pico_analyze.checkpoint.format import CheckpointError
 from pico_analyze.checkpoint.reader import open_run

@@ -2,6 +2,8 @@ from pathlib import Path
 
 import pytest
 import yaml
+from pydantic import ValidationError
+
 from pico_analyze.config import (
     AnalysisConfig,
     ComponentEntry,
@@ -11,7 +13,6 @@ from pico_analyze.config import (
     load_config,
     not_built_yet,
 )
-from pydantic import ValidationError
 
 ROOT = Path(__file__).parents[2]
 PUBLISHED = ROOT / "tests" / "fixtures" / "published" / "analysis"

@@ -7,10 +7,11 @@ import sys
 from pathlib import Path
 
 import pandas as pd
-import pico_analyze
 import pytest
 import yaml
 from click.testing import CliRunner
+
+import pico_analyze
 from pico_analyze import results
 from pico_analyze.cli import main
 from pico_analyze.components import COMPONENTS

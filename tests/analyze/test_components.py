@@ -4,6 +4,7 @@ import sys
 
 import pytest
 import torch
+
 from pico_analyze.checkpoint.reader import open_run
 from pico_analyze.components import COMPONENTS, ComponentError, get_component
 from pico_analyze.components.circuits import OVCircuit

@@ -6,6 +6,7 @@ import scipy.linalg
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from pico_analyze.components.matrix import Flagged, Matrix, Undefined, largest_magnitude, singular_values
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from pico_analyze.components.matrix import Flagged, Matrix, Undefined
 from pico_analyze.metrics import METRICS, Metric, get_metric, load_metrics
 

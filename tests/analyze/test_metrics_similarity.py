@@ -7,6 +7,7 @@ import scipy.linalg
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from pico_analyze.components.matrix import Flagged, Matrix, Undefined
 from pico_analyze.metrics.similarity import canonical_correlations, linear_cka, pwcca
 

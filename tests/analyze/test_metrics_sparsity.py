@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
+
 from pico_analyze.components.matrix import Undefined
 from pico_analyze.metrics.sparsity import gini, hoyer
 

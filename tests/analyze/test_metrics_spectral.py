@@ -5,6 +5,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from pico_analyze.components.matrix import Matrix, Undefined
 from pico_analyze.metrics.spectral import condition_number, norm, per
 

@@ -18,6 +18,7 @@ from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
 from matplotlib.text import Text
+
 from pico_analyze import results
 from pico_analyze.plots import PlotError, axes, draw, quantities, style, views
 

@@ -5,6 +5,7 @@ import random
 import pandas as pd
 import pytest
 import torch
+
 from pico_analyze.checkpoint.format import MANIFEST, CheckpointError
 from pico_analyze.checkpoint.reader import find_runs, open_run
 

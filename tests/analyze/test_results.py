@@ -4,6 +4,7 @@ import math
 
 import pandas as pd
 import pytest
+
 from pico_analyze.analysis import analyze, open_runs
 from pico_analyze.config import AnalysisConfig
 from pico_analyze.results import (

@@ -4,15 +4,16 @@ import json
 import shutil
 from pathlib import Path
 
-import pico_analyze
-import pico_train
 import pytest
 import torch
+from safetensors.torch import load_file
+
+import pico_analyze
+import pico_train
 from pico_analyze.checkpoint import format as read_side
 from pico_train.checkpoint import format as write_side
 from pico_train.checkpoint.resume import verify_run
 from pico_train.suite import load
-from safetensors.torch import load_file
 
 GOLDEN = Path(__file__).parent / "golden"
 

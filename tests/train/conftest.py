@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
 from pico_train.config import RunConfig, load_config
 
 TINY_RUN = """

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+
 from pico_train.config import DataConfig
 from pico_train.data.batches import Batch, Batches, probe
 from pico_train.data.cache import open_cache

@@ -13,12 +13,13 @@ import numpy as np
 import pytest
 import scipy.stats
 import tokenizers
+from tokenizers import models, pre_tokenizers
+
 from pico_train.config import DataConfig
 from pico_train.data import cache as cache_module
 from pico_train.data.cache import open_cache, verify
 from pico_train.data.sources import DataError, open_source
 from pico_train.data.tokenizer import END_OF_TEXT
-from tokenizers import models, pre_tokenizers
 
 DOCUMENTS = [f"document {number}: " + " ".join(f"w{number}x{k}" for k in range(12)) for number in range(43)]
 

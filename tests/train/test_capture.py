@@ -1,5 +1,6 @@
 import pytest
 import torch
+
 from pico_train.capture import CaptureRule, modules_to_capture, probe_pass, recording
 from pico_train.config import ModelConfig
 from pico_train.data.batches import Batch

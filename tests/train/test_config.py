@@ -4,6 +4,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
+
 from pico_train.config import (
     CheckpointingConfig,
     ConfigError,
@@ -17,7 +19,6 @@ from pico_train.config import (
     to_yaml,
 )
 from pico_train.strict_yaml import flattened, merged, parse, read_overrides, validated
-from pydantic import ValidationError
 
 REPOSITORY = Path(__file__).parents[2]
 PUBLISHED = REPOSITORY / "tests" / "fixtures" / "published" / "training"

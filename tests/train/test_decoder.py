@@ -3,6 +3,8 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from transformers import LlamaConfig, LlamaForCausalLM
+
 from pico_train.config import ModelConfig
 from pico_train.model.decoder import (
     ROLES,
@@ -15,7 +17,6 @@ from pico_train.model.decoder import (
     rotate,
 )
 from pico_train.model.huggingface import llama_config, llama_state_dict, to_llama_name
-from transformers import LlamaConfig, LlamaForCausalLM
 
 TINY = {
     "d_model": 16,

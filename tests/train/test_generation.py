@@ -1,5 +1,6 @@
 import pytest
 import torch
+
 from pico_train.config import ModelConfig
 from pico_train.model.decoder import PicoDecoder
 from pico_train.model.generation import generate

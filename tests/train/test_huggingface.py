@@ -4,6 +4,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+
 from pico_train.config import ModelConfig
 from pico_train.model.decoder import PicoDecoder, role_of
 from pico_train.model.huggingface import (
@@ -15,8 +18,6 @@ from pico_train.model.huggingface import (
     load_llama_state_dict,
     to_llama_name,
 )
-from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 FORMAT_PAGE = Path(__file__).parents[2] / "packages" / "CHECKPOINT_FORMAT.md"
 

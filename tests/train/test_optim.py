@@ -2,9 +2,10 @@ import math
 
 import pytest
 import torch
-from pico_train.schedule import learning_rate
-from pico_train.optim import adamw, load_state_by_name, state_by_name
 from torch import nn
+
+from pico_train.optim import adamw, load_state_by_name, state_by_name
+from pico_train.schedule import learning_rate
 
 CURVE = {"peak": 0.1, "warmup_steps": 10, "max_steps": 110, "min_ratio": 0.1, "decay_fraction": 0.2}
 

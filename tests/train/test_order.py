@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from pico_train.data import order
 from pico_train.data.order import permuted, sample_ids, token_positions
 

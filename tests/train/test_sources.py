@@ -7,6 +7,7 @@ import sysconfig
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+
 from pico_train.config import DatasetConfig
 from pico_train.data import sources
 from pico_train.data.sources import DataError, PythonLibrary, open_source

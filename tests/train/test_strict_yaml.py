@@ -3,6 +3,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from pico_train.strict_yaml import ConfigError, flattened, merged, parse, read_mapping, read_overrides, to_text
 
 

@@ -1,6 +1,7 @@
 from pathlib import Path
 
 import pytest
+
 from pico_train.config import ConfigError, RunConfig, load_config, to_yaml
 from pico_train.suite import Suite, as_suite, json_schema, load
 

@@ -10,9 +10,10 @@ import sys
 import huggingface_hub
 import pytest
 import tokenizers
+from tokenizers import AddedToken, models, pre_tokenizers, processors
+
 from pico_train.data.sources import DataError, Document
 from pico_train.data.tokenizer import END_OF_TEXT, Tokenizer
-from tokenizers import AddedToken, models, pre_tokenizers, processors
 
 WORDS = ["def", "return", "self", "import", "hello", "world", "", "", "\n\t", "=", "(", "é", "日本"]
 TRAINING = [Document(str(n), " ".join(WORDS[n % 7 :] * 5) + "\n") for n in range(40)]

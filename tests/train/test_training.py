@@ -7,9 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
-import pico_train
 import pytest
 import torch
+from safetensors.torch import load_file
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
+
+import pico_train
 from pico_train.checkpoint.folder import RunFolderError
 from pico_train.checkpoint.format import CheckpointError, read_manifest, step_folders
 from pico_train.config import RunConfig
@@ -18,9 +22,6 @@ from pico_train.loop import NonFiniteError
 from pico_train.metrics_log import MetricsLog, Row, read_rows
 from pico_train.state import TrainState
 from pico_train.stopping import Stopped
-from safetensors.torch import load_file
-from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 Tiny = Callable[..., RunConfig]
 LLAMA = {"v_proj": "self_attn.v_proj", "o_proj": "self_attn.o_proj", "w_2": "mlp.down_proj"}

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
+
 from pico_train.checkpoint import write
 from pico_train.checkpoint.format import (
     CheckpointError,
@@ -20,7 +22,6 @@ from pico_train.checkpoint.format import (
     step_folders,
 )
 from pico_train.checkpoint.write import StoredTensor, write_checkpoint
-from safetensors.torch import load_file
 
 MANIFEST = Manifest(
     run=RunIdentity(id="0" * 32, name="r", suite=None, config_hash="0" * 64),

@@ -30,11 +30,13 @@ class Estimate:
 def estimate(config: RunConfig) -> Estimate:
     """Count what a run of ``config`` computes and stores.
 
-    Disk: for each milestone the weights in fp32, with them two moments per parameter where the optimizer is stored (none at step 0), and per
-    split the captured activations and gradients; and the restart points that are kept, with one more while it is written. Memory, on a CPU: weights, gradients and two moments in fp32; what the backward pass of one micro-batch keeps
-    (per block about 12 numbers of width d_model, 4 of the hidden width and the attention's output and log-sum, and three copies of
-    the logits); one checkpoint's
-    capture; the snapshot that is being written (weights, moments, capture); and the interpreter.
+    Disk: for each milestone the weights in fp32, with them two moments per parameter where the optimizer is stored
+    (none at step 0), and per split the captured activations and gradients; and the restart points that are kept, with
+    one more while it is written.
+
+    Memory, on a CPU: weights, gradients and two moments in fp32; what the backward pass of one micro-batch keeps (per
+    block about 12 numbers of width d_model and 4 of the hidden width, and three copies of the logits); one
+    checkpoint's capture; the snapshot that is being written (weights, moments, capture); and the interpreter.
     """
     model, training, dynamics = config.model, config.training, config.checkpointing.learning_dynamics
     n = model.n_parameters

@@ -8,8 +8,8 @@ import hashlib
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Literal
 
