@@ -38,11 +38,8 @@ def list_runs(runs_dir: Path) -> list[RunEntry]:
 
 
 def _entry(run: Path) -> RunEntry:
-    identity, config, rows = (
-        read_identity(run),
-        load_config(run / "config.yaml"),
-        read_rows(run / "metrics.jsonl"),
-    )
+    identity, config = read_identity(run), load_config(run / "config.yaml")
+    last, _ = last_row(run / "metrics.jsonl")
     saved = []
     for step, folder in step_folders(run / "checkpoints").items():
         try:
