@@ -288,6 +288,21 @@ def test_a_failed_metric_is_tried_again(run_folder, plugin):
     assert set(again.query("metric == 'fails'")["value"]) == {1.0}
 
 
+def test_a_changed_file_computes_its_own_values_again_and_no_others(run_folder, plugin):
+    plugins = [plugin("edited_plugin", LARGEST), plugin("other_plugin", TWICE)]
+    twice = SIMPLE | {"component_name": "twice"}
+    raw = {"runs": ["runs/demo"], "analysis_name": "mine", "plugins": plugins}
+    Path("analysis.yaml").write_text(yaml.safe_dump(raw | {"metrics": [metric("NAME"), metric("gini", twice)]}))
+    assert "16 values computed" in call("run", "analysis.yaml").stdout
+    assert "0 values computed, 16 kept" in call("run", "analysis.yaml").stdout
+    plugin("edited_plugin", LARGEST.replace("singular_values.max()", "singular_values.min()"))
+    assert "8 values computed, 8 kept" in call("run", "analysis.yaml").stdout
+    smallest = results.read(Path("analysis_results/mine")).query("metric == 'NAME'")["value"]
+    plugin("edited_plugin", LARGEST)  # as it was: its values are still known
+    assert "0 values computed, 16 kept" in call("run", "analysis.yaml").stdout
+    assert (results.read(Path("analysis_results/mine")).query("metric == 'NAME'")["value"] > smallest).all()
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
