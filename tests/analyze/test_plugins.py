@@ -245,6 +245,15 @@ def test_the_same_plugin_twice(plugin):
         load_metrics([name, name])
 
 
+def test_two_files_of_one_name(plugin, folder):
+    plugin("largest_plugin", LARGEST)
+    (folder / "sub").mkdir()
+    (folder / "sub/largest_plugin.py").write_text(LARGEST.replace("NAME", "OTHER"))
+    with pytest.raises(PluginError, match=r"sub/largest_plugin\.py: there is another module largest_plugin; rename"):
+        load_metrics(["largest_plugin.py", "sub/largest_plugin.py"])
+    assert "OTHER" in load_metrics(["sub/largest_plugin.py"])  # one after the other is fine
+
+
 # ---- what goes wrong while it measures
 
 

@@ -5,6 +5,7 @@ then taken in one order, so that the numbers do not depend on the machine's core
 """
 
 import logging
+import os
 import pickle
 import signal
 from collections.abc import Iterator, Sequence
@@ -73,7 +74,7 @@ def _in_processes(
         for place, work in list(waiting.items()):
             started.add(place)
             # As bytes, because plugins must be loaded before what they define can be unpacked.
-            yield delayed(_in_process)(place, pickle.dumps(_alone(work)), tuple(plugin_names))
+            yield delayed(_in_process)(place, pickle.dumps(_alone(work)), tuple(plugin_names), os.getcwd())
 
     with parallel_config(backend="loky", n_jobs=n_jobs, inner_max_num_threads=1):
         parallel = Parallel(return_as="generator_unordered", batch_size=1, pre_dispatch="n_jobs", max_nbytes=None)
@@ -93,9 +94,10 @@ def _alone(work: Work) -> Work:
     return Work(run, work.step, [replace(cell, run=run) for cell in work.cells])
 
 
-def _in_process(place: int, packed: bytes, plugin_names: Sequence[str]) -> Report:
+def _in_process(place: int, packed: bytes, plugin_names: Sequence[str], folder: str) -> Report:
     """Measure one checkpoint in a process of its own; what is logged there goes back with the values."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the first one decides
+    os.chdir(folder)  # the process may have served an analysis elsewhere; paths are from the working directory
     for name in plugin_names:
         plugins.load(name)
     messages: list[tuple[int, str]] = []
