@@ -405,6 +405,10 @@ def test_a_step_that_vanishes_is_not_kept(run_folder):
             "the same samples at every step.*data_split: val",
         ),
         (
+            metric("hoyer", target_checkpoint=0),
+            r"metrics\[1\], hoyer of simple: target_checkpoint: 0 is only for metrics that compare: cka, pwcca",
+        ),
+        (
             metric("cka", simple("activations"), target_checkpoint=7),
             "target_checkpoint: there is no step 7; run demo has the steps 0, 1, 2, 10",
         ),
@@ -472,7 +476,7 @@ def test_progress_and_plan_in_words(run_folder, caplog):
     settings = config(metric("gini", circuit()), metric("norm", norm_type="inf"), steps=[0, 1, 3])
     with caplog.at_level(logging.INFO):
         analyze(run_folder, settings, on_checkpoint=lambda *args: seen.append((*args[:3], len(args[3]))))
-    assert seen == [("demo step 0", 1, 3, 14), ("demo step 1", 2, 3, 13), ("demo step 3", 3, 3, 13)]
+    assert seen == [("demo step 3", 1, 3, 13), ("demo step 0", 2, 3, 14), ("demo step 1", 3, 3, 13)]
     assert "24 values computed, 0 kept from before, 12 missing" in caplog.text
     assert describe(plan([open_run(run_folder)], settings)) == [
         "gini of ov_circuit weights attention, layers 0, 1: 3 checkpoints, 30 values, 10 of them missing",

@@ -8,13 +8,22 @@ cannot be had.
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
-from pico_analyze.checkpoint.format import Kind, Split
+from pico_analyze.checkpoint.format import Kind, Manifest, Split
 from pico_analyze.checkpoint.reader import Run, list_steps
-from pico_analyze.components import Component, ComponentError, Selection, get_component
+from pico_analyze.components import (
+    COMPONENTS,
+    Component,
+    ComponentError,
+    ComponentInfo,
+    Selection,
+    get_component,
+    load_components,
+)
 from pico_analyze.config import AnalysisConfig, ComponentEntry, MetricEntry
-from pico_analyze.metrics import METRICS, Metric, get_metric
+from pico_analyze.metrics import METRICS, Metric, get_metric, load_metrics
+from pico_analyze.plugins import code_hash
 from pico_analyze.results import canonical, row_parameters
 
 
@@ -44,6 +53,7 @@ class Measurement:
     row_parameters: str
     source: Source
     target: int | Literal["last"] | None
+    plugins: tuple[str, ...]  # the import paths of the metric and the component, where they are not ours
 
     def reference_step(self, run: Run) -> int | None:
         """The step of ``run`` that each step is compared with."""
@@ -58,20 +68,6 @@ class Cell:
     very same tensors, if there is one.
     """
 
-    IDENTITY: ClassVar = (
-        "run_id",
-        "step",
-        "split",
-        "kind",
-        "component",
-        "module",
-        "layer",
-        "metric",
-        "parameters",
-        "reference_run",
-        "reference_step",
-    )
-
     run: Run
     step: int
     measurement: Measurement
@@ -82,7 +78,7 @@ class Cell:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """What tells this cell from all others, whatever its content: the columns `IDENTITY` of the table."""
+        """What tells this cell from all others, whatever its content: the columns `results.IDENTITY`."""
         source = self.measurement.source
         reference_step = self.measurement.reference_step(self.run)
         return (
@@ -113,14 +109,16 @@ def plan(runs: Sequence[Run], config: AnalysisConfig) -> list[Cell]:
     """Every cell of the analysis: by run, then by step, then in the order of the configuration.
 
     Raises:
+        PluginError: a plugin cannot be used.
         AnalysisError: something that is asked for cannot be had in some run; all of it at once.
     """
+    tables = load_metrics(config.plugins), load_components(config.plugins)
     problems = _run_problems(runs) + _step_problems(runs, config)
     measurements: list[Measurement] = []
     for i, entry in enumerate(config.metrics):
         for component in entry.components:
             try:
-                measurements.append(_measurement(entry, component))
+                measurements.append(_measurement(entry, component, *tables))
             except ValueError as error:
                 problems.append(f"metrics[{i}], {entry.metric_name} of {component.component_name}: {error}")
     expected: list[dict[Source, list[Selection]]] = []
@@ -138,6 +136,16 @@ def plan(runs: Sequence[Run], config: AnalysisConfig) -> list[Cell]:
         for cell in _cells(run, config, measurements, selections):
             cells.setdefault(cell.key, cell)
     return list(cells.values())
+
+
+def code_hashes(cells: Sequence[Cell]) -> dict[tuple[str, str], str]:
+    """The hash of the source behind each (metric, component) of which one comes from a plugin."""
+    measurements = {id(cell.measurement): cell.measurement for cell in cells}.values()
+    return {
+        (measurement.metric_name, measurement.source.name): "+".join(map(code_hash, measurement.plugins))
+        for measurement in measurements
+        if measurement.plugins
+    }
 
 
 def describe(cells: Sequence[Cell]) -> list[str]:
@@ -191,37 +199,78 @@ def _step_problems(runs: Sequence[Run], config: AnalysisConfig) -> list[str]:
     return problems
 
 
-def _measurement(entry: MetricEntry, component: ComponentEntry) -> Measurement:
+def _measurement(
+    entry: MetricEntry,
+    component: ComponentEntry,
+    metrics: Mapping[str, Metric],
+    components: Mapping[str, ComponentInfo],
+) -> Measurement:
     """What a metric entry asks for on one of its components; ValueError where they do not fit."""
-    metric, info = get_metric(entry.metric_name), get_component(component.component_name)
+    metric, info = get_metric(entry.metric_name, metrics), get_component(component.component_name, components)
     kind = component.data_type
     if kind not in info.kinds:
         raise ValueError(f"it has no {kind}, only {', '.join(info.kinds)}")
+    if metric.consumes == "pair" and entry.target_checkpoint is None:
+        raise ValueError("target_checkpoint: is needed; give a step, or last")
+    if metric.consumes != "pair" and entry.target_checkpoint is not None:
+        pairs = ", ".join(name for name, other in metrics.items() if other.consumes == "pair")
+        raise ValueError(f"target_checkpoint: {entry.target_checkpoint} is only for metrics that compare: {pairs}")
     if metric.consumes == "pair" and kind != "activations":
-        others = ", ".join(name for name, other in METRICS.items() if other.consumes != "pair")
+        others = ", ".join(name for name, other in metrics.items() if other.consumes != "pair")
         raise ValueError(f"compares activations and does not fit {kind}; what fits: {others}")
     if metric.consumes == "pair" and entry.data_split == "train":
         raise ValueError(
             "needs the same samples at every step, and the batch of split train is another at each; use data_split: val"
         )
     split = None if kind == "weights" else entry.data_split
-    suffixes = component.layer_suffixes
     source = Source(
         name=component.component_name,
         kind=kind,
         split=split,
         order=component.order,
         settings=canonical(component.model_dump(mode="json") | {"split": split}),
-        component=info.load()(kind, split, component.layers, suffixes, component.order),
+        component=_component(component, info, split),
     )
     return Measurement(
         metric_name=entry.metric_name,
         metric=metric,
         parameters=metric.resolve(entry.parameters),
-        row_parameters=row_parameters(entry, component),
+        row_parameters=row_parameters(entry, component, metrics),
         source=source,
         target=entry.target_checkpoint,
+        plugins=tuple(
+            path
+            for path, theirs in (
+                (metric.function, entry.metric_name not in METRICS),
+                (info.path, component.component_name not in COMPONENTS),
+            )
+            if theirs
+        ),
     )
+
+
+def _component(entry: ComponentEntry, info: ComponentInfo, split: Split | None) -> Component:
+    """The component with the settings of its entry; ValueError where these do not fit it, or it fails on them."""
+    try:
+        return info.load()(entry.data_type, split, entry.layers, entry.layer_suffixes, entry.order)
+    except ComponentError:
+        raise
+    except Exception as error:
+        raise ValueError(f"the component failed: {type(error).__name__}: {error}") from error
+
+
+def _selections(source: Source, manifest: Manifest) -> list[Selection]:
+    """What the source finds; ComponentError where something is missing, or where the component fails."""
+    try:
+        found = list(source.component.select(manifest))
+    except ComponentError:
+        raise
+    except Exception as error:
+        raise ComponentError(f"the component failed: {type(error).__name__}: {error}") from error
+    wrong = next((one for one in found if not isinstance(one, Selection)), None)
+    if wrong is not None:
+        raise ComponentError(f"the component failed: it selects a {type(wrong).__name__}, not a Selection")
+    return found
 
 
 def _expected(run: Run, source: Source) -> list[Selection]:
@@ -229,7 +278,7 @@ def _expected(run: Run, source: Source) -> list[Selection]:
     problem = None
     for manifest in run.manifests.values():
         try:
-            return source.component.select(manifest)
+            return _selections(source, manifest)
         except ComponentError as error:
             problem = problem or error
     if problem is not None:
@@ -282,7 +331,7 @@ def _select(run: Run, source: Source, step: int) -> dict[tuple[str, int | None],
     if step not in run.manifests:
         return f"there is no step {step}"
     try:
-        selections = source.component.select(run.manifests[step])
+        selections = _selections(source, run.manifests[step])
     except ComponentError as error:
         return f"step {step}: {error}"
     return {(selection.module, selection.layer): selection for selection in selections}

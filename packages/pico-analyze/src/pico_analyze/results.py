@@ -18,7 +18,7 @@ import pandas as pd
 
 from pico_analyze.checkpoint.reader import Run, matches_suffix
 from pico_analyze.config import ComponentEntry, MetricEntry
-from pico_analyze.metrics import get_metric
+from pico_analyze.metrics import METRICS, Metric, get_metric
 
 # Column to dtype, in the order of the files. A missing value is NA, and NaN in ``value``; on disk it is null.
 COLUMNS: dict[str, str] = {
@@ -51,6 +51,11 @@ COLUMNS: dict[str, str] = {
     "reference_hash": "string",
 }
 
+# The store of everything that was ever computed has one column more.
+STORE_COLUMNS: dict[str, str] = COLUMNS | {
+    "code_hash": "string",  # of the plugins that computed the value, null for what is ours
+}
+
 RUN_COLUMNS: dict[str, str] = {
     "run": "string",
     "run_id": "string",
@@ -78,15 +83,21 @@ RUN_COLUMNS: dict[str, str] = {
 }
 
 
+TABLES = {"results": COLUMNS, "runs": RUN_COLUMNS, "computed": STORE_COLUMNS}
+
+
 def canonical(parameters: Mapping[str, Any]) -> str:
     """Parameters as JSON text that is the same whatever the order in which they were given."""
     return json.dumps(parameters, sort_keys=True, allow_nan=False)
 
 
-def row_parameters(entry: MetricEntry, component: ComponentEntry) -> str:
-    """The column ``parameters``: the metric's, defaults spelled out, and the component's where given."""
+def row_parameters(entry: MetricEntry, component: ComponentEntry, known: Mapping[str, Metric] = METRICS) -> str:
+    """The column ``parameters``: the metric's, defaults spelled out, and the component's where given.
+
+    ``known`` is the table of metrics, with those of plugins.
+    """
     order = {} if component.order is None else {"order": component.order}
-    return canonical(get_metric(entry.metric_name).resolve(entry.parameters) | order)
+    return canonical(get_metric(entry.metric_name, known).resolve(entry.parameters) | order)
 
 
 def table(rows: Iterable[Mapping[str, Any]], columns: Mapping[str, str] = COLUMNS) -> pd.DataFrame:
@@ -121,13 +132,16 @@ def runs_table(runs: Sequence[Run]) -> pd.DataFrame:
 def write(frame: pd.DataFrame, folder: Path, name: str = "results") -> None:
     """Write ``<name>.parquet`` and ``<name>.csv`` into ``folder``: each appears complete or stays as it was.
 
+    The store, ``computed``, is for rerunning, not for reading: it has no CSV.
+
     A missing value is null in the Parquet file and an empty field in the CSV file, which never holds ``nan``.
     """
     assert not any(math.isinf(value) for value in frame.get("value", ())), "an infinite value"
     frame = frame.copy(deep=False)
     frame.attrs = {}  # pandas would store them in the Parquet file
     _replace(folder / f"{name}.parquet", lambda path: frame.to_parquet(path, index=False))
-    _replace(folder / f"{name}.csv", lambda path: frame.to_csv(path, index=False, lineterminator="\n"))
+    if name != "computed":
+        _replace(folder / f"{name}.csv", lambda path: frame.to_csv(path, index=False, lineterminator="\n"))
 
 
 def _replace(path: Path, write_to: Callable[[Path], object]) -> None:
@@ -151,7 +165,7 @@ def read(folder: Path, name: str = "results") -> pd.DataFrame:
         ResultsError: there is none, it cannot be read, or it lacks columns.
     """
     path = folder / f"{name}.parquet"
-    columns = RUN_COLUMNS if name == "runs" else COLUMNS
+    columns = TABLES[name]
     if not path.is_file():
         raise ResultsError(f"{path} does not exist; pico-analyze run writes it")
     try:
@@ -164,10 +178,51 @@ def read(folder: Path, name: str = "results") -> pd.DataFrame:
     return frame[list(columns)].astype(columns)
 
 
+# ---- the store of everything that was ever computed
+
+# What tells a row of results from all others, whatever its content.
+IDENTITY = (
+    "run_id",
+    "step",
+    "split",
+    "kind",
+    "component",
+    "module",
+    "layer",
+    "metric",
+    "parameters",
+    "reference_run",
+    "reference_step",
+)
+CONTENT = ("dtype", "content_hash", "reference_hash")
+
+
+def extended(store: pd.DataFrame | None, frame: pd.DataFrame, code: Mapping[tuple[str, str], str]) -> pd.DataFrame:
+    """The store with the measured values of ``frame`` added; of the same value by the same code the newer stays.
+
+    ``code`` is the hash behind a (metric, component) of plugins.
+    """
+    measured = frame[frame["kind"].ne("training") & frame["status"].isin(["ok", "flagged", "undefined"])]
+    hashes = [code.get(pair) for pair in zip(measured["metric"], measured["component"], strict=True)]
+    measured = measured.assign(code_hash=pd.array(hashes, dtype="string"))
+    if store is not None and len(store):
+        measured = pd.concat([store, measured], ignore_index=True)
+    return measured.drop_duplicates([*IDENTITY, "head", *CONTENT, "code_hash"], keep="last", ignore_index=True)
+
+
+def still_valid(store: pd.DataFrame, code: Mapping[tuple[str, str], str]) -> pd.DataFrame:
+    """The rows of the store that the code of now would compute again."""
+    pairs = zip(store["metric"], store["component"], strict=True)
+    now = pd.Series([code.get(pair, "") for pair in pairs], index=store.index, dtype="string")
+    return store[store["code_hash"].fillna("").eq(now)]
+
+
 # ---- the files of the published pico-analyze
 
 
-def write_pico_v0(frame: pd.DataFrame, folder: Path, metrics: Sequence[MetricEntry]) -> None:
+def write_pico_v0(
+    frame: pd.DataFrame, folder: Path, metrics: Sequence[MetricEntry], known: Mapping[str, Metric] = METRICS
+) -> None:
     """Write ``step_<N>/<metric>_<split>.json`` for each step and metric entry: a flat object, key to number.
 
     Undefined values are null, missing ones are left out. Each run has its own folder if there are several.
@@ -182,7 +237,7 @@ def write_pico_v0(frame: pd.DataFrame, folder: Path, metrics: Sequence[MetricEnt
         name = ""
         owners: dict[tuple[str, int, str], Any] = {}  # which row of the table a key of the file holds
         for component in entry.components:
-            rows = {(row.run, row.step, _pico_v0_key(row)): row for row in _rows_of(frame, entry, component)}
+            rows = {(row.run, row.step, _pico_v0_key(row)): row for row in _rows_of(frame, entry, component, known)}
             # The same component in another form has the same keys: that needs a file of its own.
             if not name or any(owners.get(place, row.Index) != row.Index for place, row in rows.items()):
                 name, owners = next(name for name in names if name not in taken), {}
@@ -213,11 +268,13 @@ def _pico_v0_key(row: Any) -> str:
     return f"{block}{row.module if row.component == 'simple' else row.component}.{row.kind}{head}"
 
 
-def _rows_of(frame: pd.DataFrame, entry: MetricEntry, component: ComponentEntry) -> list[Any]:
+def _rows_of(
+    frame: pd.DataFrame, entry: MetricEntry, component: ComponentEntry, known: Mapping[str, Metric]
+) -> list[Any]:
     """The rows that a metric entry asks for on one of its components, as named tuples; no missing ones."""
     chosen = frame[
         frame["metric"].eq(entry.metric_name)
-        & frame["parameters"].eq(row_parameters(entry, component))
+        & frame["parameters"].eq(row_parameters(entry, component, known))
         & frame["component"].eq(component.component_name)
         & frame["kind"].eq(component.data_type)
         & frame["status"].ne("missing")

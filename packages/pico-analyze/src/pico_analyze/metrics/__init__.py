@@ -5,10 +5,20 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from importlib import import_module
 from math import isfinite
-from typing import TYPE_CHECKING, Any, Literal
+from numbers import Real
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from pico_analyze import plugins
 
 if TYPE_CHECKING:
     from pico_analyze.components.matrix import Matrix
+
+
+class MetricError(ValueError):
+    """The function of a metric failed, or gave back no number: a mistake in it, not an undefined value."""
+
+
+Consumes = Literal["entries", "spectrum", "matrix", "pair"]
 
 
 @dataclass(frozen=True)
@@ -26,7 +36,7 @@ class Metric:
 
     function: str
     """Import path, ``module:function``."""
-    consumes: Literal["entries", "spectrum", "matrix", "pair"]
+    consumes: Consumes
     """What the function is called with: `entries` the tensor of all entries, `spectrum` the tensor of
     singular values, `matrix` the Matrix, from which it takes what its parameters ask for, `pair` two of them,
     x and y, whose rows are the same samples."""
@@ -60,6 +70,7 @@ class Metric:
 
         Raises:
             Undefined: There is no value, or it does not fit into a float64.
+            MetricError: The function raises anything else, or returns something else than a number.
         """
         from pico_analyze.components.matrix import Undefined
 
@@ -70,10 +81,27 @@ class Metric:
             arguments = tuple(matrix.entries() for matrix in matrices)
         elif self.consumes == "spectrum":
             arguments = tuple(matrix.spectrum().values for matrix in matrices)
-        value: float = measure(*arguments, **self.resolve(parameters))
+        try:
+            value = measure(*arguments, **self.resolve(parameters))
+        except (Undefined, MemoryError):
+            raise
+        except Exception as error:
+            raise MetricError(f"the metric failed: {type(error).__name__}: {error}") from error
+        if not isinstance(value, Real) or isinstance(value, bool):
+            raise MetricError(f"the metric failed: it gave back a {type(value).__name__}, not a float")
         if not isfinite(value):
             raise Undefined(f"the result is {value}, not a finite number")
-        return value
+        return value if isinstance(value, float) else float(value)
+
+    def problem(self) -> str | None:
+        """Why the metric cannot be used, None where it can; imports its function."""
+        if self.consumes not in get_args(Consumes):
+            return f"consumes is {self.consumes!r}, not one of {', '.join(get_args(Consumes))}"
+        try:
+            function = plugins.resolved(self.function)
+        except plugins.PluginError as error:
+            return f"function: {error}"
+        return None if callable(function) else f"function: {self.function!r} cannot be called"
 
 
 METRICS: dict[str, Metric] = {
@@ -162,20 +190,10 @@ def get_metric(name: str, table: Mapping[str, Metric] = METRICS) -> Metric:
     raise ValueError(f"there is no metric {name!r}; there are {', '.join(table)}{hint}")
 
 
-def load_metrics(plugins: Sequence[str] = ()) -> dict[str, Metric]:
-    """Our table and those of the plugins: importable modules that hold a dict ``METRICS`` of the same kind.
+def load_metrics(names: Sequence[str] = ()) -> dict[str, Metric]:
+    """Our table and those of the plugins: modules or files that hold a dict ``METRICS`` of the same kind.
 
     Raises:
-        ValueError: A module cannot be imported or has no table, or two tables use one name.
+        PluginError: A plugin cannot be used, or two tables use one name.
     """
-    merged = dict(METRICS)
-    for plugin in plugins:
-        try:
-            table = import_module(plugin).METRICS
-        except (ImportError, AttributeError) as error:
-            raise ValueError(f"plugins: {plugin!r} gives no table METRICS: {error}") from error
-        for name, metric in table.items():
-            if name in merged:
-                raise ValueError(f"plugins: {plugin!r} defines the metric {name!r}, which exists already")
-            merged[name] = metric
-    return merged
+    return plugins.merged(METRICS, "METRICS", names)
