@@ -14,6 +14,7 @@ from typing import Any
 
 import pandas as pd
 
+from pico_analyze.checkpoint.integrity import StandingStill, out_of_place, repeated
 from pico_analyze.checkpoint.reader import Run, find_runs, open_run
 from pico_analyze.config import AnalysisConfig
 from pico_analyze.measure import FAILED, Key, Measured, Row, Work, missing
@@ -28,7 +29,8 @@ logger = logging.getLogger(__name__)
 
 TRAINING = {"train_loss": "loss", "val_loss": "val_loss"}  # metric: its key in the training log
 SAME_AS = "the same content as step "
-NOTES = (SAME_AS,)  # how what a step casts on its values begins
+NEARER_TO = "its weights are nearer to step "
+NOTES = (SAME_AS, NEARER_TO)  # how what a step casts on its values begins
 
 
 def analyze(
@@ -66,8 +68,9 @@ def analyze(
     losses = {run.identity.run_id: _losses(run) for run in opened}
     earlier = {} if previous is None else _by_content(previous)
 
+    far = {run.identity.run_id: out_of_place(run, repeated(run, StandingStill.of(run))) for run in opened}
     checkpoints = [
-        Asked(run, step, here := cells[run.identity.run_id, step], _given(here, earlier))
+        Asked(run, step, here := cells[run.identity.run_id, step], _given(here, earlier), far[run.identity.run_id])
         for run in opened
         for step in steps_of(run, config)
     ]
@@ -143,12 +146,13 @@ def _losses(run: Run) -> dict[int, list[Row]]:
 
 @dataclass(frozen=True)
 class Asked:
-    """What is asked for at one step of a run; ``given`` holds what need not be computed."""
+    """What is asked for at one step of a run; ``given`` holds what need not be computed, ``far`` the doubtful weights."""
 
     run: Run
     step: int
     cells: Sequence[Cell]
     given: Measured
+    far: Mapping[tuple[int, str], int]
 
     def work(self) -> Work:
         """The rest."""
@@ -164,14 +168,18 @@ def _rows(checkpoint: Asked, measured: Measured, losses: Iterable[Row]) -> Itera
         about_cell = about | dict(zip(IDENTITY, cell.key, strict=True)) | cell.content
         for head, row in zip(cell.selection.heads, measured[cell.key], strict=True):
             whole = about_cell | {"head": head} | row
-            if row["status"] in ("ok", "flagged") and (note := _note(cell)):
+            if row["status"] in ("ok", "flagged") and (note := _note(cell, checkpoint.far)):
                 whole |= {"status": "flagged", "reason": f"{note}; {row['reason']}" if row["reason"] else note}
             yield whole
 
 
-def _note(cell: Cell) -> str | None:
-    """What makes even a good value of the cell doubtful: a step that holds the content of another."""
-    return None if cell.same_as is None else f"{SAME_AS}{cell.same_as}"
+def _note(cell: Cell, far: Mapping[tuple[int, str], int]) -> str | None:
+    """What makes even a good value of the cell doubtful: its step holds the content of another, or seems to."""
+    if cell.same_as is not None:
+        return f"{SAME_AS}{cell.same_as}"
+    modules = [row.module for row in cell.selection.rows if row.kind == "weights"]
+    other = next((far[cell.step, module] for module in modules if (cell.step, module) in far), None)
+    return None if other is None else f"{NEARER_TO}{other} than to the steps beside it"
 
 
 # ---- what need not be computed

@@ -35,6 +35,7 @@ def reports_errors(command: Command) -> Command:
         handler = ConsoleHandler(logging.INFO)
         logger = logging.getLogger("pico_analyze")
         logger.addHandler(handler)
+        level = logger.level
         try:
             command(*args, **kwargs)
         except KeyboardInterrupt:
@@ -53,6 +54,7 @@ def reports_errors(command: Command) -> Command:
             sys.exit(1)
         finally:
             logger.removeHandler(handler)
+            logger.setLevel(level)
 
     return run
 
@@ -146,6 +148,32 @@ def plot(results: Path, x: Any, formats: str, output: Path | None, metrics: tupl
     )
     folders = sorted({str(path.parent) for path in written})
     click.echo(f"{len(written)} files in {', '.join(folders)}")
+
+
+@main.command()
+@click.argument("run_paths", metavar="RUN...", nargs=-1, required=True)
+@reports_errors
+def verify(run_paths: tuple[str, ...]) -> None:
+    """Check that the checkpoints of runs (folders, globs or suites) are whole, in place, and each its own.
+
+    Names each fault with its file: truncated, changed, mislabelled, missing, or with weights that belong to another
+    step. Exit codes: 0 no fault, 1 faults, 2 there is no such run.
+    """
+    from pico_analyze.checkpoint import integrity
+    from pico_analyze.checkpoint.reader import find_runs, open_run
+
+    logging.getLogger("pico_analyze").setLevel(logging.ERROR)  # what is skipped is a fault, and said once
+    n_faults = 0
+    for folder in find_runs(run_paths):
+        run = open_run(folder)
+        faults = integrity.verify(run)
+        n_faults += len(faults)
+        for fault in faults:
+            click.echo(str(fault))
+        said = "no fault" if not faults else "1 fault" if len(faults) == 1 else f"{len(faults)} faults"
+        click.echo(f"run {run.name}: {len(run.steps)} complete checkpoints, {said}")
+    if n_faults:
+        sys.exit(1)
 
 
 @main.group()

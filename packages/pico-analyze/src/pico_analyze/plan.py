@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from pico_analyze.checkpoint.format import Kind, Manifest, Split
+from pico_analyze.checkpoint.integrity import StandingStill, holders
 from pico_analyze.checkpoint.reader import Run, list_steps
 from pico_analyze.components import (
     COMPONENTS,
@@ -65,7 +66,7 @@ class Cell:
     """One measurement of one selection at one step of one run: a row for each head.
 
     ``missing`` says why there is nothing to measure. ``same_as`` is another step of the run that holds the
-    very same tensors, if there is one.
+    very same tensors, although an update lies between, if there is one.
     """
 
     run: Run
@@ -293,10 +294,7 @@ def _cells(
     expected: Mapping[Source, Sequence[Selection]],
 ) -> Iterator[Cell]:
     """What each measurement is at each step, or why it is missing there."""
-    holders: dict[tuple[Kind, str, str], set[int]] = defaultdict(set)  # the steps that hold a tensor
-    for step, manifest in run.manifests.items():
-        for row in manifest.tensors:
-            holders[row.kind, row.module, row.sha256].add(step)
+    held, still = holders(run), StandingStill.of(run)
     found: dict[tuple[Source, int], dict[tuple[str, int | None], Selection] | str] = {}
 
     def find(source: Source, step: int, like: Selection) -> Selection | str:
@@ -317,8 +315,8 @@ def _cells(
                 if isinstance(here, str):
                     missing, here = here, like
                 else:
-                    steps = (holders[row.kind, row.module, row.sha256] for row in here.rows)
-                    same_as = min(set.intersection(*steps) - {step}, default=None)
+                    steps = set.intersection(*(held[row.kind, row.module, row.sha256] for row in here.rows)) - {step}
+                    same_as = min((other for other in steps if not still.between(step, other)), default=None)
                 if isinstance(there, str):
                     missing, there = missing or f"the reference: {there}", None
                 yield Cell(run, step, measurement, here, there, missing, same_as)

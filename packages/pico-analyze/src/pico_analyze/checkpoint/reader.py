@@ -105,7 +105,32 @@ class Checkpoint:
         """
         import torch
 
-        where = f"{self.folder / row.file}: {row.key} (run {self.manifest.run.name}, step {self.step})"
+        where, tensor = self._where(row), self._read(row)
+        if (row.file, row.key) not in self._verified:
+            # A view of the tensor's own bytes: nothing is copied to be hashed.
+            data = tensor.reshape(-1).view(torch.uint8).numpy().data
+            if content_hash(row.dtype, row.shape, data) != row.sha256:
+                raise CheckpointError(
+                    f"{where} does not have the content that the manifest names: it was changed or damaged"
+                )
+            self._verified.add((row.file, row.key))
+        return tensor
+
+    def sample(self, row: TensorRow, n: int) -> "torch.Tensor":
+        """Up to ``n`` entries of the tensor, evenly spaced, in float64; only they are read, and no hash is verified.
+
+        Raises:
+            CheckpointError: as `tensor`, but for the content.
+        """
+        entries = self._read(row).reshape(-1)
+        return entries[:: max(1, len(entries) // n)][:n].double()
+
+    def _where(self, row: TensorRow) -> str:
+        return f"{self.folder / row.file}: {row.key} (run {self.manifest.run.name}, step {self.step})"
+
+    def _read(self, row: TensorRow) -> "torch.Tensor":
+        """The tensor as stored, mapped into memory; its content is not verified."""
+        where = self._where(row)
         if row.file not in {file.path for file in self.manifest.files}:
             raise CheckpointError(f"{where} is in a file that the manifest does not list")
         try:
@@ -120,14 +145,6 @@ class Checkpoint:
             tensor: torch.Tensor = self._handles[row.file].get_tensor(row.key)
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{where} cannot be read: {error}") from None
-        if (row.file, row.key) not in self._verified:
-            # A view of the tensor's own bytes: nothing is copied to be hashed.
-            data = tensor.reshape(-1).view(torch.uint8).numpy().data
-            if content_hash(row.dtype, row.shape, data) != row.sha256:
-                raise CheckpointError(
-                    f"{where} does not have the content that the manifest names: it was changed or damaged"
-                )
-            self._verified.add((row.file, row.key))
         return tensor
 
 
@@ -187,6 +204,10 @@ class Run:
         Raises:
             CheckpointError: any other line is not a strict JSON object.
         """
+        return self._training_log.copy()
+
+    @cached_property
+    def _training_log(self) -> "pd.DataFrame":
         import pandas as pd
 
         path = self.path / "metrics.jsonl"
