@@ -52,7 +52,7 @@ def demo(session: nox.Session) -> None:
 @nox.session
 def tests(session: nox.Session) -> None:
     """Run all tests."""
-    install(session, *PACKAGES, *nox.project.dependency_groups(GROUPS, "test"))
+    install(session, *PACKAGES, "-e", "packages/pico-train[trackers]", *nox.project.dependency_groups(GROUPS, "test"))
     session.run("pytest", *session.posargs)
 
 

@@ -44,7 +44,11 @@ def run(folder: Path, name: str, learning_dynamics: dict[str, object], steps: in
         "dataloader": {"batch_size": 8},
         "cache_dir": str(folder / "cache"),
     }
-    training = {"max_steps": steps, "optimization": {"gradient_accumulation_steps": 1}, "fabric": {"accelerator": "cpu"}}
+    training = {
+        "max_steps": steps,
+        "optimization": {"gradient_accumulation_steps": 1},
+        "fabric": {"accelerator": "cpu"},
+    }
     checkpointing = {
         "run_name": name.replace(" ", "-"),
         "runs_dir": str(folder / "runs"),

@@ -18,10 +18,15 @@ ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 # What makes a run of the README's size one of seconds.
-SHORTER = """
-training.max_steps=100 data.dataloader.batch_size=2 model.max_seq_len=32 checkpointing.save_every_n_steps=0
-checkpointing.schedule.log2_until=0 evaluation.sample.max_new_tokens=8 checkpointing.learning_dynamics.probe_windows=40
-""".split()
+SHORTER = [
+    "training.max_steps=100",
+    "data.dataloader.batch_size=2",
+    "model.max_seq_len=32",
+    "checkpointing.save_every_n_steps=0",
+    "checkpointing.schedule.log2_until=0",
+    "evaluation.sample.max_new_tokens=8",
+    "checkpointing.learning_dynamics.probe_windows=40",
+]
 
 
 def blocks(language: str) -> list[str]:

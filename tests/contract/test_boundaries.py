@@ -32,6 +32,8 @@ ORDER = {
         "evaluation",
         "loop",
         "logs",
+        "tracker_loggers",
+        "trackers",
         "run",
         "cli",
     ],

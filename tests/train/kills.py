@@ -13,10 +13,12 @@ import json
 import multiprocessing
 import os
 import random
+import re
 import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from multiprocessing import forkserver
@@ -25,7 +27,7 @@ from typing import Any
 from unittest import mock
 
 from pico_train.checkpoint.format import CheckpointError, Manifest, read_manifest, step_folders
-from pico_train.checkpoint.resume import verify_run
+from pico_train.checkpoint.resume import check_file, verify_run
 from pico_train.metrics_log import read_rows
 
 TIMEOUT_S = 60  # a start takes about half a second; one that takes this long hangs
@@ -109,13 +111,11 @@ MOMENTS = {
     # the folder of the run, at its very first start and at a later one
     "run folder made, empty": Moment("pico_train.checkpoint.folder:to_yaml", 0),
     "first of the run's own files half staged": Moment(WRITE, 0.5, file="*.tmp"),
-    "first of the run's own files staged": Moment(REPLACE, 0, file="*.tmp"),
     "first of the run's own files in place": Moment(REPLACE, 1, file="*.tmp"),
     "second of the run's own files half staged": Moment(WRITE, 0.5, 2, file="*.tmp"),
     "second of the run's own files in place": Moment(REPLACE, 1, 2, file="*.tmp"),
     "restart, before config.yaml is replaced": Moment(REPLACE, 0, file="config.yaml.tmp", after="row logged"),
     # the token cache
-    "tokenizer trained": Moment("pico_train.data.cache:_encode", 0),
     "tokens written, ledger not": Moment("pico_train.data.cache:_SplitWriter.write", 1, 2),
     "ledger half written": Moment(WRITE, 0.5, file="ledger.json"),
     "token cache staged": Moment(RENAME, 0, file="*.tmp-*"),
@@ -125,13 +125,14 @@ MOMENTS = {
         "pico_train.checkpoint.resume:load_llama_state_dict", 1, after="between two micro-batches"
     ),
     "optimizer put back": Moment("pico_train.checkpoint.resume:load_state_by_name", 1, after="update done"),
-    "log rewritten, not in place": Moment(REPLACE, 0, file="metrics.jsonl.tmp", after="row logged"),
+    "rows to be repeated dropped, next save not begun": Moment(
+        "pico_train.metrics_log:MetricsLog.sync", 0, after="row logged"
+    ),
     "log open at its step": Moment("pico_train.metrics_log:MetricsLog.__init__", 1, after="row half logged"),
     # the loop
     "before forward and backward": Moment("pico_train.loop:forward_backward", 0, 15),
     "between two micro-batches": Moment("pico_train.loop:pass_seed", 0, 24),
     "forward and backward done": Moment("pico_train.loop:forward_backward", 1, 11),
-    "before the update": Moment("pico_train.loop:update", 0, 6),
     "clipped, weights as before": Moment("torch.nn.utils:clip_grads_with_norm_", 1, 4),
     "update done": Moment("pico_train.loop:update", 1, 10),
     # capture and probe
@@ -139,14 +140,12 @@ MOMENTS = {
     "gradients captured": Moment("pico_train.loop:weight_gradients", 1, 2),
     "before the probe": Moment("pico_train.loop:probe_pass", 0, 7),
     "in the probe, training gradients aside": Moment("pico_train.loop:unscaled_pass", 1, 8),
-    "probe done": Moment("pico_train.loop:probe_pass", 1, 3),
     # a checkpoint, written beside training: without and with time for training to run on
     "before the snapshot": Moment("pico_train.checkpoint.save:Saver.milestone", 0, 4),
     "snapshot taken, nothing written": Moment("pico_train.checkpoint.save:Saver._publish", 0, 7),
     "before the log is synced for a save": Moment("pico_train.metrics_log:MetricsLog.sync", 0, 5),
     "first checkpoint, no file yet": Moment(SAVE_FILE, 0),
     "tensor file half written": Moment(SAVE_FILE, 0.5, 44, file="*.safetensors", path_of=_second),
-    "tensor file written": Moment(SAVE_FILE, 1, 55, late_s=0.2),
     "state.json half written": Moment("pathlib:Path.write_bytes", 0.5, 8, file="state.json"),
     "files written, some hashed": Moment("pico_train.checkpoint.write:_file_row", 1, 5 * 13 + 7 + 5),
     "before the manifest": Moment("pico_train.checkpoint.write:manifest_text", 0, 7),
@@ -156,17 +155,14 @@ MOMENTS = {
     "checkpoint renamed": Moment(RENAME, 1, 7, file="step_*.tmp"),
     "renamed and parent synced": Moment("pico_train.checkpoint.write:_flush", 1, 7, file="checkpoints", late_s=0.2),
     "leftover staging removed": Moment("shutil:rmtree", 1, file="step_*.tmp", after="tensor file half written"),
-    "last checkpoint staged": Moment(RENAME, 0, 11, file="step_*.tmp"),
-    "last checkpoint staged, training done": Moment(RENAME, 0, 11, file="step_*.tmp", late_s=0.3),
+    "last checkpoint staged": Moment(RENAME, 0, 11, file="step_*.tmp", late_s=0.3),
     "last checkpoint renamed": Moment(RENAME, 1, 11, file="step_*.tmp"),
     # a restart point: 5, and 10, after which 5 is deleted
     "restart point half written": Moment(SAVE_FILE, 0.5, 42, file="*.safetensors", path_of=_second),
     "restart point staged": Moment(RENAME, 0, 9, file="step_*.tmp", late_s=0.2),
-    "restart point renamed": Moment(RENAME, 1, 6, file="step_*.tmp"),
     "old restart point renamed to be deleted": Moment(RENAME, 1, file="step_5"),
     "old restart point half deleted": Moment("os:unlink", 1, file="model.safetensors", late_s=0.2),
     # the log
-    "before a row": Moment(ROW, 0, 7),
     "row half logged": Moment(ROW, 0.5, 9, file="metrics.jsonl", path_of=_log),
     "row logged but for its newline": Moment(ROW, 0.999, 11, file="metrics.jsonl", path_of=_log),
     "row logged": Moment(ROW, 1, 8),
@@ -176,7 +172,6 @@ MOMENTS = {
     # an evaluation
     "before an evaluation": Moment("pico_train.evaluation:held_out_loss", 0, 6),
     "evaluation half staged": Moment(WRITE, 0.5, 7, file="held_out.json.tmp"),
-    "evaluation staged": Moment(REPLACE, 0, 5, file="held_out.json.tmp"),
     "last evaluation stored": Moment(REPLACE, 1, 9, file="held_out.json.tmp"),
 }
 
@@ -253,7 +248,7 @@ def start(
     if kill_after_s is not None:
         process.join(kill_after_s)
         process.kill()
-    process.join(timeout_s + 2)
+    process.join(timeout_s + 1)
     seconds = time.perf_counter() - began
     if process.exitcode is None:
         process.kill()
@@ -318,18 +313,19 @@ class History:
             AssertionError: the start fails, hangs, or never comes to its moment.
         """
         if isinstance(when, Moment):
-            ended = start(self.words(), self.output, moment=when)
+            code, printed = self._start(moment=when)
         else:
-            ended = start(self.words(), self.output, kill_after_s=when)
-            if ended.code == 0:
+            code, printed = self._start(kill_after_s=when)
+            if code == 0:
                 return None
-        assert ended.code != 0, f"ended without ever coming to {when}:\n{self.output.read_text(encoding='utf-8')}"
-        self._expect(-signal.SIGKILL, ended)
+        assert code != 0, f"ended without ever coming to {when}:\n{printed}"
+        assert code == -signal.SIGKILL, f"exit code {code}:\n{printed}"
         return standing(self.run)
 
     def finish(self) -> None:
         """Start and let it come to its end."""
-        self._expect(0, start(self.words(), self.output))
+        code, printed = self._start()
+        assert code == 0, f"exit code {code}:\n{printed}"
 
     def survive(self, kills: Sequence[Moment | float]) -> list[str]:
         """Start until the run is finished, the n-th start killed at the n-th of ``kills``; where it stood after each kill."""
@@ -342,9 +338,14 @@ class History:
         self.finish()
         return stood
 
-    def _expect(self, code: int, ended: Ended) -> None:
-        said = f"exit code {ended.code} instead of {code}:\n{self.output.read_text(encoding='utf-8')}"
-        assert ended.code == code, said
+    def _start(self, **kill: Any) -> tuple[int, str]:
+        """Exit code and output of one start, which must go on from where the run stands, not from somewhere before."""
+        expected, begin = stands_at(self.run), self.output.stat().st_size if self.output.exists() else 0
+        ended = start(self.words(), self.output, **kill)
+        printed = self.output.read_bytes()[begin:].decode()
+        begun = re.findall(r"from step ([\d,]+);", printed)
+        assert begun in ([], [f"{expected:,}"]), f"went on from step {begun[0]}, not {expected}:\n{printed}"
+        return ended.code, printed
 
 
 def delays(n: int, whole_s: float, seed: int) -> list[float]:
@@ -362,16 +363,31 @@ def standing(run: Path) -> str:
 
 def leftovers(run: Path) -> list[str]:
     """What is in a run folder that a run which nobody stopped does not leave there."""
-    return sorted(
-        str(path.relative_to(run)) for path in run.rglob("*") if ".tmp" in path.name or ".damaged" in path.name
-    )
+    names = sorted(path.relative_to(run).as_posix() for path in run.rglob("*"))
+    return [name for name in names if re.search(r"\.(tmp|damaged)[^/]*$", name) and not re.search(r"\.tmp/", name)]
+
+
+def stands_at(run: Path) -> int:
+    """The step the next start is to go on from: the newest with weights and moments that are what was written."""
+    folders = [*step_folders(run / "checkpoints").items(), *step_folders(run / "restart").items()]
+    for step, folder in sorted(folders, reverse=True):
+        with suppress(CheckpointError):
+            manifest = read_manifest(folder)
+            for row in manifest.files:
+                check_file(folder, manifest, row.path)
+            if (folder / "training_state" / "optimizer.safetensors").exists():
+                return step
+    return 0
 
 
 def differences(whole: History, killed: History) -> list[str]:
-    """What differs between a run that nobody stopped and one that was killed; timings, run id and command set aside."""
+    """What differs between a run that nobody stopped and one that was killed; timings, run id and circumstances set aside."""
     found = [f"left over: {name}" for name in leftovers(killed.run)]
     found += _differing("row", _rows(whole.run), _rows(killed.run))
-    found += _differing("checkpoint", _checkpoints(whole.run), _checkpoints(killed.run))
+    found += _differing("checkpoint", _checkpoints(whole.run / "checkpoints"), _checkpoints(killed.run / "checkpoints"))
+    kept, killed_kept = _checkpoints(whole.run / "restart"), _checkpoints(killed.run / "restart")
+    # A kill after a new restart point leaves the old one until the next is written: one more is no fault.
+    found += _differing("restart point", kept, {step: killed_kept[step] for step in killed_kept if step in kept})
     found += _differing("evaluation", _evaluations(whole.run), _evaluations(killed.run))
     found += verify_run(killed.run)[1]
     caches = [path.name for path in (killed.folder / "token_caches").iterdir() if ".tmp-" not in path.name]
@@ -380,14 +396,11 @@ def differences(whole: History, killed: History) -> list[str]:
 
 def _differing(what: str, whole: dict[Any, Any], killed: dict[Any, Any]) -> list[str]:
     """One line per key, in order, at which two mappings differ, with the first field that does."""
-    lines = [] if list(whole) == list(killed) else [f"{what}s {list(killed)} where there should be {list(whole)}"]
-    for key in whole.keys() & killed.keys():
+    lines = [] if list(whole) == list(killed) else [f"{what}: {list(killed)} where there should be {list(whole)}"]
+    for key in [key for key in whole if key in killed]:
         a, b = whole[key], killed[key]
-        lines += [
-            f"{what} {key}: {field} is {b.get(field)} where it should be {a[field]}"
-            for field in a
-            if a[field] != b.get(field)
-        ][:1]
+        if field := next((field for field in a | b if a.get(field) != b.get(field)), None):
+            lines.append(f"{what} {key}: {field} is {b.get(field)} where it should be {a.get(field)}")
     return lines
 
 
@@ -397,9 +410,9 @@ def _rows(run: Path) -> dict[int, dict[str, Any]]:
     return {number: {k: v for k, v in row.items() if k not in TIMINGS} for number, row in enumerate(rows)}
 
 
-def _checkpoints(run: Path) -> dict[int, dict[str, Any]]:
+def _checkpoints(parent: Path) -> dict[int, dict[str, Any]]:
     """Of each checkpoint what must not depend on kills: all but the run's id, the circumstances, and the parent's hash."""
-    return {step: _lasting(folder) for step, folder in step_folders(run / "checkpoints").items()}
+    return {step: _lasting(folder) for step, folder in step_folders(parent).items()}
 
 
 def _lasting(folder: Path) -> dict[str, Any]:
@@ -407,9 +420,7 @@ def _lasting(folder: Path) -> dict[str, Any]:
         manifest: Manifest = read_manifest(folder)
     except CheckpointError as error:
         return {"error": str(error)}
-    content = manifest.model_dump(
-        exclude={"run": {"id"}, "made_by": {"command", "created_at"}, "parent": {"manifest_sha256"}}
-    )
+    content = manifest.model_dump(exclude={"run": {"id"}, "made_by": True, "parent": {"manifest_sha256"}})
     tensors = {f"sha256 of {row.file} {row.key}": row.sha256 for row in manifest.tensors}
     files = {f"sha256 of {row.path}": row.sha256 for row in manifest.files}
     return tensors | files | content

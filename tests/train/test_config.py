@@ -136,7 +136,7 @@ def test_the_overrides_in_the_header_make_a_published_size_run(size: str) -> Non
     overrides = [word for line in lines for word in line.split() if "=" in word and "." in word.split("=")[0]]
     assert len(overrides) == 14  # nine that are needed, five for the published rules
     assert not_built_yet(load_config(path, overrides)) == []
-    assert len(not_built_yet(load_config(path))) == 6
+    assert len(not_built_yet(load_config(path))) == 5
 
 
 @pytest.mark.parametrize(
@@ -545,11 +545,10 @@ def test_what_is_not_built_yet_is_named_with_its_override() -> None:
         "data.dataset.name",
         "training.fabric.num_nodes, num_devices",
         "evaluation.metrics",
-        "monitoring.save_to_wandb",
         "checkpointing.save_to_hf",
         "checkpointing.learning_dynamics.eval_data",
     ]
-    assert found[4] == (
+    assert found[3] == (
         "checkpointing.save_to_hf: true: upload to the Hub: not built yet; use checkpointing.save_to_hf=false"
     )
 

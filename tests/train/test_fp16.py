@@ -45,7 +45,9 @@ def run_of(config: RunConfig) -> Path:
     return Path(config.checkpointing.runs_dir) / str(config.checkpointing.run_name)
 
 
-def test_a_pass_is_repeated_at_smaller_scales_until_it_is_finite(tiny: Tiny, scale_from: Callable[[float], None]) -> None:
+def test_a_pass_is_repeated_at_smaller_scales_until_it_is_finite(
+    tiny: Tiny, scale_from: Callable[[float], None]
+) -> None:
     scale_from(2.0**22)
     [result] = pico_train.train(tiny())
     folders = step_folders(result.path / "checkpoints")
@@ -122,4 +124,6 @@ def test_a_stopped_run_goes_on_at_its_scale(
     for step, folder in step_folders(whole.path / "checkpoints").items():
         other = step_folders(stopped.path / "checkpoints")[step]
         assert scaler_state(other) == scaler_state(folder)
-        assert [row.sha256 for row in read_manifest(other).tensors] == [row.sha256 for row in read_manifest(folder).tensors]
+        assert [row.sha256 for row in read_manifest(other).tensors] == [
+            row.sha256 for row in read_manifest(folder).tensors
+        ]

@@ -146,7 +146,7 @@ def test_a_difference_is_found(folder: Path, whole: History) -> None:
     assert any("row 5: step is 6 where it should be 5" in line for line in found("row missing"))
     assert any(line.startswith("row: [0, 1, ") for line in found("row twice"))
     assert any("row 0: loss is 4." in line for line in found("other loss"))
-    assert found("checkpoint missing")[0].startswith("checkpoints: [0, 1, 2, 3, 4, 9, 12, 14] where")
+    assert found("checkpoint missing")[0].startswith("checkpoint: [0, 1, 2, 3, 4, 9, 12, 14] where")
     assert any("model.safetensors is not what was written" in line for line in found("weights"))
     assert any("held_out.json: step is None" in line for line in found("evaluation"))
     assert found("staging") == ["left over: restart/step_5.tmp"]
@@ -154,7 +154,7 @@ def test_a_difference_is_found(folder: Path, whole: History) -> None:
     other.finish()
     lines = kills.differences(whole, other)
     assert any(line.startswith("row 0: loss is") for line in lines)
-    assert any(line.startswith("checkpoints 6: sha256 of ") for line in lines)
+    assert any(line.startswith("checkpoint 6: sha256 of ") for line in lines)
 
 
 def test_a_moment_that_never_comes_and_a_start_that_hangs_are_told(folder: Path) -> None:

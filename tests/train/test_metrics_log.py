@@ -10,7 +10,7 @@ from pico_train.metrics_log import MetricsLog, Row, last_row, read_rows
 
 
 def row(step: int, **changes: object) -> Row:
-    values: dict[str, object] = {name: None for name in Row.__dataclass_fields__}
+    values: dict[str, object] = dict.fromkeys(Row.__dataclass_fields__)
     return Row(**(values | {"step": step, "loss": 1 / (step + 1)} | changes))  # type: ignore[arg-type]
 
 

@@ -1,6 +1,7 @@
 """What a pass did inside the model: activations by hooks, gradients, and the batch. Hooks live here and nowhere else.
 
-The loop opens ``recording`` around a pass that is saved; nothing here changes a number of that pass. ``probe_pass`` is a pass of its own over
+The loop opens ``recording`` around a pass that is saved; nothing here changes a number of that pass.
+``probe_pass`` is a pass of its own over
 the held-out batch, and leaves no trace. Rules and row order: ``packages/CHECKPOINT_FORMAT.md``, section 5.
 """
 

@@ -347,8 +347,16 @@ class MonitoringConfig(Section):
     gradient_noise_scale: bool = Field(
         False, description="estimate it from the micro-batches; needs gradient_accumulation_steps of 2 or more"
     )
-    save_to_wandb: bool = Field(False, description="log to Weights & Biases")
+    trackers: Annotated[tuple[Literal["csv", "tensorboard", "trackio", "wandb"], ...], Strict(False)] = Field(
+        (), description="also show metrics.jsonl there; needs pico-train[trackers]"
+    )
+    save_to_wandb: bool = Field(False, description="log to Weights & Biases: the same as wandb among the trackers")
     wandb: WandbConfig = WandbConfig()
+
+    @property
+    def tracker_names(self) -> list[str]:
+        """The trackers; ``save_to_wandb`` adds wandb."""
+        return [*self.trackers, "wandb"] if self.save_to_wandb and "wandb" not in self.trackers else list(self.trackers)
 
     def problems(self) -> Iterator[Problem]:
         """A tracker needs to know where."""
@@ -716,11 +724,6 @@ def not_built_yet(config: RunConfig) -> list[str]:
             "paloma" in (config.evaluation.metrics or ()),
             f"evaluation.metrics: {shown(config.evaluation.metrics)}: perplexity on paloma",
             "evaluation.metrics=[held_out], or evaluation.metrics=null",
-        ),
-        (
-            config.monitoring.save_to_wandb,
-            "monitoring.save_to_wandb: true: Weights & Biases",
-            "monitoring.save_to_wandb=false",
         ),
         (
             bool(config.checkpointing.save_to_hf),

@@ -4,6 +4,7 @@ import json
 import logging
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,8 @@ from pico_train.checkpoint.background import Background
 from pico_train.checkpoint.contents import probe_hash
 from pico_train.checkpoint.folder import RunFolder, RunFolderError, open_run_folder, read_identity
 from pico_train.checkpoint.resume import resume
-from pico_train.checkpoint.retention import RestartSchedule
-from pico_train.checkpoint.save import Saver, git_commit
+from pico_train.checkpoint.retention import RestartSchedule, remove_unfinished
+from pico_train.checkpoint.save import Saver, git_commit, versions
 from pico_train.config import RunConfig, load_config, not_built_yet
 from pico_train.data.batches import Batches, Sample, probe
 from pico_train.data.cache import TokenCache, open_cache
@@ -36,6 +37,7 @@ from pico_train.state import TrainState
 from pico_train.stopping import Stopped, StopRequest
 from pico_train.strict_yaml import ConfigError
 from pico_train.suite import Suite
+from pico_train.trackers import Trackers, unsent
 
 log = logging.getLogger(__name__)
 
@@ -86,6 +88,9 @@ def train_run(config: RunConfig, *, suite: str | None, command: Sequence[str], s
         last, _ = last_row(folder.metrics)
         if last and last["step"] == config.training.max_steps:
             log.info("%s is finished: %d steps, in %s", name, config.training.max_steps, folder.path)
+            if owed := unsent(folder.path, config.monitoring.tracker_names, config.training.max_steps):
+                with _trackers(folder, config, owed, config.training.max_steps + 1):
+                    pass  # leaving sends what a stop had left behind
         else:
             check_disk(config, folder.path)
             cache = open_cache(config.data, model_vocab_size=config.model.vocab_size)
@@ -133,6 +138,9 @@ def _train(
             "checkpointing.run_name"
         )
 
+    for parent in (folder.checkpoints, folder.restart):
+        remove_unfinished(parent)
+
     save_at = frozenset(config.checkpointing.save_steps(max_steps))
     passes = Passes(
         max_steps=max_steps,
@@ -166,10 +174,19 @@ def _train(
         every_minutes=restart.every_minutes,
         saved_anyway=frozenset(s for s in save_at if config.checkpointing.holds_optimizer(s, max_steps)),
     )
+    names = config.monitoring.tracker_names
+    trackers = _trackers(folder, config, names, state.step) if names else None
     stop.defer()
-    with MetricsLog(folder.metrics, state.step) as metrics, progress, Background() as background:
+    with (
+        MetricsLog(folder.metrics, state.step) as metrics,
+        progress,
+        trackers or nullcontext(),
+        Background() as background,  # ends before the trackers, so checkpoints are safe before anything is waited for
+    ):
 
         def log_row(row: Row) -> None:
+            if row.step == max_steps:
+                background.wait()  # the last row says that the run is finished, so nothing may be missing by then
             metrics.append(row)
             progress.show(row)
 
@@ -181,6 +198,7 @@ def _train(
             rule=rule,
             probe_hash=probe_hash(probe_batch.input_ids) if probe_batch else None,
             command=command,
+            versions=versions(),
             git_commit=git_commit(),
             background=background,
             restart_schedule=restart_schedule,
@@ -201,8 +219,25 @@ def _train(
             evaluate=Evaluator(folder.path, config.evaluation, cache, fabric.device, fabric.autocast),
             log=log_row,
         )
+        if not done and trackers:
+            trackers.close_seconds = 5.0  # a stop has a grace time; the next start sends the rest
     if not done:
         raise Stopped(f"{folder.name} stopped by {stop.reason} at step {state.step:,}; the same command goes on there")
+
+
+def _trackers(folder: RunFolder, config: RunConfig, names: Sequence[str], step: int) -> Trackers:
+    """The trackers ``names`` of a run that goes on from ``step``."""
+    wandb = config.monitoring.wandb
+    return Trackers(
+        names,
+        run_folder=folder.path,
+        run=folder.name,
+        run_id=folder.run_id,
+        project=wandb.project or "pico",
+        entity=wandb.entity or None,
+        config=config.model_dump(mode="json"),
+        step=step,
+    )
 
 
 def _capture_rule(config: RunConfig, model: PicoDecoder) -> CaptureRule | None:

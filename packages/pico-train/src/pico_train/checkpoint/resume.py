@@ -41,8 +41,10 @@ def resume(parents: Sequence[Path], state: TrainState) -> Manifest | None:
     """Put the newest checkpoint below ``parents`` whose weights and training state are what was written into ``state``.
 
     A newer folder that is not complete, or not what was written, is renamed to ``<name>.damaged`` with a note that names the file.
-    A milestone without the optimizer's moments is passed over. Returns the manifest, None where there is no checkpoint.
+    A milestone without the optimizer's moments is passed over; where one before it is set aside, so is it, for the manifest that it
+    names as its parent will be another. Returns the manifest, None where there is no checkpoint.
     """
+    passed_over: list[Path] = []
     found = [(step, folder) for parent in parents for step, folder in step_folders(parent).items()]
     for step, folder in sorted(found, key=lambda item: item[0], reverse=True):
         try:
@@ -50,11 +52,15 @@ def resume(parents: Sequence[Path], state: TrainState) -> Manifest | None:
             if manifest.step != step:
                 raise CheckpointError(f"{folder} holds step {manifest.step} by its {MANIFEST}")
             if not _lists_training_state(manifest):
+                passed_over.append(folder)
                 continue
             for path in (WEIGHTS, OPTIMIZER, STATE):
                 check_file(folder, manifest, path)
         except CheckpointError as error:
             log.warning("%s. The folder is set aside as %s", error, set_aside(folder).name)
+            for after in [after for after in passed_over if after.parent == folder.parent]:
+                log.warning("%s follows it and is set aside as %s", after, set_aside(after).name)
+                passed_over.remove(after)
             continue
         load_llama_state_dict(state.model, load_file(folder / WEIGHTS))
         load_state_by_name(state.model, state.optimizer, load_file(folder / OPTIMIZER))
@@ -95,12 +101,13 @@ def parent_hash(folder: Path) -> str:
 def verify_run(run: Path) -> tuple[int, list[str]]:
     """Check every file hash, and the lineage, of all checkpoints of a run: how many there are, and the faults, oldest first.
 
-    The lineage holds when each checkpoint is of this run and names as its parent the manifest of the checkpoint before it.
+    The lineage holds when each checkpoint is of this run and names as its parent the manifest of one before it: the one before when it
+    was written, for a run that goes on with another schedule may save between the two.
     """
     run_id = read_identity(run)["run_id"]
     folders = step_folders(run / "checkpoints")
     faults: list[str] = []
-    previous: tuple[int, str] | None = None
+    hashes: dict[int, str | None] = {}  # of the manifests so far; None where a fault is told already
     for step, folder in folders.items():
         try:
             manifest = read_manifest(folder)
@@ -108,14 +115,16 @@ def verify_run(run: Path) -> tuple[int, list[str]]:
                 check_file(folder, manifest, row.path)
         except CheckpointError as error:
             faults.append(str(error))
-            previous = None
+            hashes[step] = None
             continue
         if manifest.step != step:
             faults.append(f"{folder} holds step {manifest.step}")
         if manifest.run.id != run_id:
             faults.append(f"{folder} belongs to another run: {manifest.run.name}, id {manifest.run.id}")
         parent = manifest.parent
-        if previous and (parent is None or (parent.step, parent.manifest_sha256) != previous):
-            faults.append(f"{folder} does not follow step {previous[0]}, the checkpoint before it")
-        previous = (step, parent_hash(folder))
+        if parent is None and hashes:
+            faults.append(f"{folder} names no parent, and is not the first")
+        elif parent and hashes.get(parent.step, "missing") not in (None, parent.manifest_sha256):
+            faults.append(f"{folder} does not follow step {parent.step} as it is here")
+        hashes[step] = parent_hash(folder)
     return len(folders), faults

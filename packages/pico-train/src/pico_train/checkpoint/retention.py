@@ -33,6 +33,12 @@ class RestartSchedule:
         self._saved_at = time.monotonic()
 
 
+def remove_unfinished(parent: Path) -> None:
+    """Delete what a kill has left below ``parent``: every ``step_<N>.tmp`` that was being written or deleted."""
+    for folder in parent.glob("step_*.tmp"):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
 def prune(restart: Path, keep: int) -> None:
     """Delete all but the ``keep`` newest restart points, counted by step as a number.
 

@@ -49,6 +49,7 @@ class Saver:
     rule: CaptureRule | None
     probe_hash: str | None
     command: tuple[str, ...]
+    versions: dict[str, str]
     git_commit: str | None
     background: Background
     restart_schedule: RestartSchedule
@@ -116,7 +117,7 @@ class Saver:
             ),
             made_by=MadeBy(
                 command=list(self.command),
-                versions=versions(),
+                versions=self.versions,
                 git_commit=self.git_commit,
                 device=self.hardware.device_name,
                 precision=self.hardware.precision,

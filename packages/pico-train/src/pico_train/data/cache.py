@@ -150,11 +150,11 @@ def open_cache(data: DataConfig, *, model_vocab_size: int) -> TokenCache:
     }
     root = Path(data.cache_dir).expanduser()
     path = root / _key(inputs)
+    _remove_stale(root)
     if not path.exists():
         if tokenizer is not None:
             _check_vocabulary(tokenizer, model_vocab_size)
         try:
-            _remove_stale(root)
             _build(path, inputs, source, tokenizer, data, model_vocab_size)
         except OSError as error:
             raise DataError(f"data.cache_dir: cannot build a token cache in {root}: {error}") from error
