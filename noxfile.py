@@ -20,7 +20,7 @@ def install(session: nox.Session, *what: str) -> None:
 
 @nox.session
 def demo(session: nox.Session) -> None:
-    """Train three sizes, analyse them, draw the pictures. Arguments are overrides: ``nox -s demo -- training.max_steps=20``."""
+    """Train three sizes, analyse them, draw the pictures; arguments are overrides: ``nox -s demo -- training.max_steps=20``."""
     install(session, *PACKAGES)
     name = "-".join(re.sub(r"[^\w.=]", "_", word) for word in session.posargs) or "full"
     out = Path("demo_output") / name
@@ -42,10 +42,10 @@ def demo(session: nox.Session) -> None:
         str(out / "runs" / "demo"),
         f"monitoring.output_dir={out / 'analysis_results'}",
     )
-    results = next((out / "analysis_results").iterdir())
+    results = out / "analysis_results" / "demo"
     session.run("pico-analyze", "plot", str(results))
     session.log(f"the table:    {results}/results.csv (and .parquet)")
-    session.log(f"the pictures: {results}/figures, overview.png first")
+    session.log(f"the pictures: {results}/plots, overview.png first")
     session.log(f"the trail:    {out / 'runs'}")
 
 

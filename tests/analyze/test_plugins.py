@@ -282,7 +282,7 @@ def test_a_metric_that_fails_leaves_the_rest_of_the_table(run_folder, plugin, bo
         metric("fails"),
         metric("fails", small),
         metric("gini"),
-        plugins=[plugin("failing_plugin", FAILING.replace("BODY", body))],
+        plugins=[plugin("raising_plugin", FAILING.replace("BODY", body))],
     )
     assert list(frame["status"]) == ["undefined"] * 2 + ["ok"] * 4
     assert list(frame["reason"][:2]) == [reason] * 2

@@ -12,6 +12,9 @@ import kills
 import pytest
 from kills import MOMENTS, History, Moment
 
+from pico_train.checkpoint.format import step_folders
+from pico_train.checkpoint.resume import verify_run
+
 pytestmark = pytest.mark.skipif(
     not hasattr(os, "fork"), reason="trainers are forked from a process that has imported torch"
 )
@@ -80,17 +83,39 @@ def damage(folder: Path) -> None:
 def test_killed_while_a_damaged_checkpoint_is_set_aside(folder: Path, whole: History) -> None:
     killed = History(folder / "set-aside")
     checkpoints = killed.run / "checkpoints"
-    late = Moment("pico_train.loop:update", 1, nth=10, late_s=0.2)  # of pass 9, with its checkpoint written
-    killed.kill(late)
+    published = Moment(kills.RENAME, 1, file="step_9.tmp")
+    killed.kill(published)
     damage(checkpoints / "step_9")
     killed.kill(Moment(kills.RENAME, 0, file="step_9"))
     killed.kill(Moment(kills.RENAME, 1, file="step_9"))
-    killed.kill(Moment("pico_train.loop:update", 1, nth=4, late_s=0.2))  # from 6 on, pass 9 once more
+    killed.kill(published)  # once more, from step 6 on
     damage(checkpoints / "step_9")
     damage(checkpoints / "step_6")
     killed.finish()
     aside = [f"left over: checkpoints/step_{name}" for name in ("6.damaged", "9.damaged", "9.damaged-2")]
     assert kills.differences(whole, killed) == aside
+
+
+def test_what_follows_a_checkpoint_that_is_set_aside_is_made_again(folder: Path) -> None:
+    """A milestone without moments is newer than the damaged one, and names its manifest as its parent."""
+    overrides = ("checkpointing.optimizer_state=2", "checkpointing.restart.every_n_steps=0")  # 0, 2, 4, 9, 14
+    whole, killed = (History(folder / f"every-second-{name}", overrides) for name in ("whole", "killed"))
+    whole.finish()
+    killed.kill(Moment(kills.RENAME, 1, file="step_12.tmp"))
+    damage(killed.run / "checkpoints" / "step_9")
+    killed.finish()
+    aside = ["left over: checkpoints/step_12.damaged", "left over: checkpoints/step_9.damaged"]
+    assert kills.differences(whole, killed) == aside
+
+
+def test_a_killed_run_may_go_on_with_more_saves(folder: Path) -> None:
+    """Between two milestones that are there already, one of which it passes over because it has no moments."""
+    killed = History(folder / "sparse", ("checkpointing.optimizer_state=restart",))
+    killed.kill(Moment(kills.RENAME, 1, file="step_12.tmp"))  # the restart point is 10
+    dense = History(killed.folder, (*killed.overrides, "checkpointing.save_every_n_steps=1"))
+    dense.finish()
+    assert list(step_folders(dense.run / "checkpoints")) == [0, 1, 2, 3, 4, 6, 9, 10, 11, 12, 13, 14]
+    assert verify_run(dense.run) == (12, [])
 
 
 def test_a_difference_is_found(folder: Path, whole: History) -> None:
@@ -119,9 +144,9 @@ def test_a_difference_is_found(folder: Path, whole: History) -> None:
         return kills.differences(whole, copy)
 
     assert any("row 5: step is 6 where it should be 5" in line for line in found("row missing"))
-    assert any(line.startswith("rows [0, 1, ") for line in found("row twice"))
+    assert any(line.startswith("row: [0, 1, ") for line in found("row twice"))
     assert any("row 0: loss is 4." in line for line in found("other loss"))
-    assert any("does not follow step 4" in line or "checkpoints [0" in line for line in found("checkpoint missing"))
+    assert found("checkpoint missing")[0].startswith("checkpoints: [0, 1, 2, 3, 4, 9, 12, 14] where")
     assert any("model.safetensors is not what was written" in line for line in found("weights"))
     assert any("held_out.json: step is None" in line for line in found("evaluation"))
     assert found("staging") == ["left over: restart/step_5.tmp"]
@@ -129,7 +154,7 @@ def test_a_difference_is_found(folder: Path, whole: History) -> None:
     other.finish()
     lines = kills.differences(whole, other)
     assert any(line.startswith("row 0: loss is") for line in lines)
-    assert any(line.startswith("checkpoint 6: sha256 of ") for line in lines)
+    assert any(line.startswith("checkpoints 6: sha256 of ") for line in lines)
 
 
 def test_a_moment_that_never_comes_and_a_start_that_hangs_are_told(folder: Path) -> None:
@@ -138,4 +163,4 @@ def test_a_moment_that_never_comes_and_a_start_that_hangs_are_told(folder: Path)
         never.kill(Moment("pico_train.loop:update", 1, nth=1000))
     stuck = Moment("pico_train.loop:update", 1, nth=3, late_s=1000)
     with pytest.raises(AssertionError, match=r"hangs(.|\n)*from step 0(.|\n)*in armed(.|\n)*loop\.py"):
-        kills.start(History(folder / "stuck").words(), folder / "stuck.txt", moment=stuck, timeout_s=4)
+        kills.start(History(folder / "stuck").words(), folder / "stuck.txt", moment=stuck, timeout_s=3)

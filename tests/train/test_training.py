@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -524,3 +525,51 @@ def test_the_noise_scale_is_that_of_the_stored_batch(tiny: Tiny) -> None:
     small, big = (squared["a"] + squared["b"]) / 2, squared["whole"]
     expected = (small - big) / (1 / 4 - 1 / 8) / ((8 * big - 4 * small) / 4)
     assert read_rows(result.path / "metrics.jsonl")[2]["noise_scale"] == pytest.approx(expected, rel=1e-4)
+
+
+def test_a_folder_that_cannot_be_written_is_named(tiny: Tiny, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(RunFolderError, match=r"file/tiny cannot be written: Not a directory; .*runs_dir"):
+        pico_train.train(tiny(f"checkpointing.runs_dir={tmp_path / 'file'}"))
+
+
+def test_what_a_kill_at_the_very_first_start_leaves_is_no_obstacle(tiny: Tiny, tmp_path: Path) -> None:
+    (tmp_path / "runs" / "tiny").mkdir(parents=True)
+    (tmp_path / "runs" / "tiny" / "config.yaml.tmp").write_text("dat")
+    assert pico_train.train(tiny("training.max_steps=1"))
+
+
+def test_a_cache_that_is_rebuilt_from_other_text_is_refused(
+    tiny: Tiny, tmp_path: Path, text_file: Path, stop_at: Callable[[int | None], None]
+) -> None:
+    text = tmp_path / "mine.txt"
+    text.write_text(text_file.read_text())
+    config = tiny(f"data.dataset.path={text}", f"data.cache_dir={tmp_path / 'cache'}")
+    stop_at(3)
+    with pytest.raises(KeyboardInterrupt):
+        pico_train.train(config)
+    stop_at(None)
+    text.write_text(text_file.read_text() + "And one sentence more.")
+    with pytest.raises(RunFolderError, match="was trained on other data"):
+        pico_train.train(config)
+    text.write_text(text_file.read_text())
+    shutil.rmtree(tmp_path / "cache")  # it is built again, to the same content
+    pico_train.train(config)
+
+
+def test_a_manifest_edited_by_hand_is_never_trusted(
+    tiny: Tiny, stop_at: Callable[[int | None], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    config = tiny()
+    stop_at(5)
+    with pytest.raises(KeyboardInterrupt):
+        pico_train.train(config)
+    stop_at(None)
+    run = Path(config.checkpointing.runs_dir) / "tiny"
+    path = checkpoints(run)[4] / "manifest.json"
+    manifest = json.loads(path.read_text())
+    path.write_text(json.dumps(manifest | {"step": 400}))
+    pico_train.train(config)
+    assert "step_4 holds step 400" in caplog.text
+    assert list(checkpoints(run)) == [0, 1, 2, 4, 6]
+    assert read_manifest(checkpoints(run)[4]).step == 4

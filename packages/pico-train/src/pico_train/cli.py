@@ -27,6 +27,12 @@ def reports_errors(command: Callable[..., None]) -> Callable[..., None]:
         except PicoError as error:
             click.echo(str(error) if error.exit_code == 75 else f"error: {error}", err=True)
             sys.exit(error.exit_code)
+        except BrokenPipeError:
+            raise  # `pico-train ls | head`: click ends quietly
+        except OSError as error:
+            where = f": {error.filename}" if error.filename else ""
+            click.echo(f"error: {error.strerror or error}{where}", err=True)
+            sys.exit(1)
 
     return run
 

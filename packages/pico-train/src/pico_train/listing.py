@@ -7,7 +7,7 @@ from pico_train.checkpoint.folder import read_identity
 from pico_train.checkpoint.format import CheckpointError, read_manifest, step_folders
 from pico_train.config import load_config
 from pico_train.errors import UserError
-from pico_train.metrics_log import read_rows
+from pico_train.metrics_log import last_row
 
 
 @dataclass(frozen=True)
@@ -38,11 +38,8 @@ def list_runs(runs_dir: Path) -> list[RunEntry]:
 
 
 def _entry(run: Path) -> RunEntry:
-    identity, config, rows = (
-        read_identity(run),
-        load_config(run / "config.yaml"),
-        read_rows(run / "metrics.jsonl"),
-    )
+    identity, config = read_identity(run), load_config(run / "config.yaml")
+    last, _ = last_row(run / "metrics.jsonl")
     saved = []
     for step, folder in step_folders(run / "checkpoints").items():
         try:
@@ -54,8 +51,8 @@ def _entry(run: Path) -> RunEntry:
         run=identity["run"],
         suite=identity["suite"],
         n_parameters=config.model.n_parameters,
-        step=rows[-1]["step"] if rows else 0,
+        step=last["step"] if last else 0,
         max_steps=config.training.max_steps,
-        loss=rows[-1]["loss"] if rows else None,
+        loss=last["loss"] if last else None,
         saved_steps=saved,
     )

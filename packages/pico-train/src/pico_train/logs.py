@@ -13,10 +13,17 @@ from pico_train.metrics_log import Row
 log = logging.getLogger("pico_train")
 
 
+class _LogFile(logging.FileHandler):
+    """A file whose disk may fill: a line that cannot be written there is still shown to who watches."""
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
+        """Go on."""
+
+
 @contextmanager
 def log_to(file: Path, level: str) -> Iterator[None]:
     """Send what the package logs to ``file`` as well, from ``level`` on, for the length of a run."""
-    handler = logging.FileHandler(file, encoding="utf-8")
+    handler = _LogFile(file, encoding="utf-8")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     before = log.level
     log.addHandler(handler)

@@ -27,7 +27,7 @@ from pico_train.hardware import choose_hardware, start_fabric
 from pico_train.logs import Progress, log_to
 from pico_train.loop import Passes
 from pico_train.loop import train as train_loop
-from pico_train.metrics_log import MetricsLog, Row, read_rows
+from pico_train.metrics_log import MetricsLog, Row, last_row
 from pico_train.model.decoder import PicoDecoder
 from pico_train.objectives import next_token
 from pico_train.optim import adamw
@@ -83,8 +83,8 @@ def train_run(config: RunConfig, *, suite: str | None, command: Sequence[str], s
     assert name is not None, "the loader names every run"
     folder = open_run_folder(Path(config.checkpointing.runs_dir) / name, config, name=name, suite=suite)
     with log_to(folder.path / "train.log", config.monitoring.logging.log_level):
-        rows = read_rows(folder.metrics)
-        if rows and rows[-1]["step"] == config.training.max_steps:
+        last, _ = last_row(folder.metrics)
+        if last and last["step"] == config.training.max_steps:
             log.info("%s is finished: %d steps, in %s", name, config.training.max_steps, folder.path)
         else:
             check_disk(config, folder.path)
@@ -241,7 +241,8 @@ def _batches(config: RunConfig, cache: TokenCache) -> Batches:
 def _result(folder: RunFolder, config: RunConfig, seconds: float) -> RunResult:
     """How a run ended, from its files."""
     steps = config.training.max_steps
-    last = read_rows(folder.metrics)[-1]
+    last, _ = last_row(folder.metrics)
+    assert last is not None, "a finished run has rows"
     evaluations = folder.path / "evaluations" / f"step_{steps}"
 
     def evaluated(name: str, key: str) -> Any:

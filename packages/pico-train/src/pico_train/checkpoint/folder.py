@@ -10,12 +10,13 @@ from typing import Any
 from pico_train.checkpoint.format import FORMAT_VERSION
 from pico_train.config import MAY_CHANGE, RunConfig, config_hash, differences, load_config, to_yaml
 from pico_train.errors import UserError
-from pico_train.metrics_log import read_rows
+from pico_train.metrics_log import last_row
 from pico_train.schedule import schedule_of
 
 log = logging.getLogger(__name__)
 
 RUN_FORMAT = "pico-run"
+OURS = {"config.yaml", "config.yaml.tmp", "run.json.tmp"}  # what a kill during the very first start leaves behind
 
 
 class RunFolderError(UserError):
@@ -59,11 +60,6 @@ def open_run_folder(path: Path, config: RunConfig, *, name: str, suite: str | No
         identity = read_identity(path)
         _check_changes(path, load_config(path / "config.yaml"), config)
     else:
-        if path.exists() and any(path.iterdir()):
-            raise RunFolderError(
-                f"{path} exists and holds no run (there is no run.json); give this run another checkpointing.run_name or runs_dir"
-            )
-        path.mkdir(parents=True, exist_ok=True)
         identity = {
             "format": RUN_FORMAT,
             "format_version": FORMAT_VERSION,
@@ -72,8 +68,19 @@ def open_run_folder(path: Path, config: RunConfig, *, name: str, suite: str | No
             "suite": suite,
             "config_hash": config_hash(config),
         }
-    _replace(path / "config.yaml", to_yaml(config))
-    _replace(path / "run.json", json.dumps(identity, indent=1) + "\n")
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        if not (path / "run.json").exists() and (others := {file.name for file in path.iterdir()} - OURS):
+            raise RunFolderError(
+                f"{path} exists and holds no run: it has no run.json, but {', '.join(sorted(others))}; "
+                "give this run another checkpointing.run_name or runs_dir"
+            )
+        _replace(path / "config.yaml", to_yaml(config))
+        _replace(path / "run.json", json.dumps(identity, indent=1) + "\n")
+    except OSError as error:
+        raise RunFolderError(
+            f"{path} cannot be written: {error.strerror or error}; choose another checkpointing.runs_dir"
+        ) from error
     return RunFolder(path, identity["run_id"], identity["run"], identity["suite"])
 
 
@@ -83,8 +90,8 @@ def _check_changes(path: Path, old: RunConfig, new: RunConfig) -> None:
     refused = [line for key, line in changed.items() if key not in MAY_CHANGE]
     if old.training.max_steps != new.training.max_steps:
         before, after = schedule_of(old.training), schedule_of(new.training)
-        rows = read_rows(path / "metrics.jsonl")
-        reached = rows[-1]["step"] if rows else 0
+        last, _ = last_row(path / "metrics.jsonl")
+        reached = last["step"] if last else 0
         n_updates = reached + (reached < old.training.max_steps)  # the last pass makes none
         step = next((step for step in range(n_updates) if before(step) != after(step)), None)
         if new.training.max_steps < reached:

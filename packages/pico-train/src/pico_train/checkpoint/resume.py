@@ -44,9 +44,11 @@ def resume(parents: Sequence[Path], state: TrainState) -> Manifest | None:
     A milestone without the optimizer's moments is passed over. Returns the manifest, None where there is no checkpoint.
     """
     found = [(step, folder) for parent in parents for step, folder in step_folders(parent).items()]
-    for _, folder in sorted(found, key=lambda item: item[0], reverse=True):
+    for step, folder in sorted(found, key=lambda item: item[0], reverse=True):
         try:
             manifest = read_manifest(folder)
+            if manifest.step != step:
+                raise CheckpointError(f"{folder} holds step {manifest.step} by its {MANIFEST}")
             if not _lists_training_state(manifest):
                 continue
             for path in (WEIGHTS, OPTIMIZER, STATE):
