@@ -146,8 +146,7 @@ def plot(results: Path, x: Any, formats: str, output: Path | None, metrics: tupl
             jobs, unit="figure", dynamic_ncols=True, leave=False, disable=not sys.stderr.isatty()
         ),
     )
-    folders = sorted({str(path.parent) for path in written})
-    click.echo(f"{len(written)} files in {', '.join(folders)}")
+    click.echo(f"{len(written)} files in {written[0].parent}, {written[0].name} first")
 
 
 @main.command()

@@ -45,7 +45,8 @@ def draw(
 ) -> list[Path]:
     """Draw every quantity of a results table in every view, and an overview; returns the files written.
 
-    Files are named ``<metric>[-<parameter>]_<component>[-<module>]_<kind>[-<split>]_<view>.<format>``. Views:
+    ``overview.<format>`` stands at the top, all else in a folder for each quantity, ``<quantity>/<view>.<format>``; a
+    quantity is called ``<metric>[-<parameter>]_<component>[-<module>]_<kind>[-<split>]``. Views:
     ``trajectory-linear`` and ``trajectory-symlog``, for what has layers also ``layers`` and ``heatmap``, and
     where the table holds losses ``loss``. A quantity without any value is not drawn, and logged.
 
@@ -77,6 +78,7 @@ def draw(
     written: list[Path] = []
     with style.paper():
         for name, make in progress(jobs):
+            (folder / name).parent.mkdir(exist_ok=True)
             written += style.save(make(), folder / name, formats)
     return written
 
@@ -109,7 +111,7 @@ def _drawable(known: Sequence[Quantity], metrics: Sequence[str] | None) -> list[
 
 
 def _jobs(chosen: Sequence[Quantity], losses: Sequence[Quantity], series: Sequence[Series], x: Horizontal) -> list[Job]:
-    """Name and maker of every figure."""
+    """Path in the folder of pictures, without the format, and maker of every figure."""
     jobs: list[Job] = [("overview", partial(views.overview, views.main_quantities(chosen), series, x))]
     for quantity in chosen:
         views_of: list[tuple[str, Callable[[], Figure]]] = [
@@ -122,5 +124,5 @@ def _jobs(chosen: Sequence[Quantity], losses: Sequence[Quantity], series: Sequen
         beside = [loss for loss in losses if loss.has_values(quantity.rows["member"])]
         if beside and quantity.metric not in LOSSES:
             views_of.append(("loss", partial(views.beside_loss, quantity, series, x, beside)))
-        jobs += [(f"{quantity.name}_{view}", make) for view, make in views_of]
+        jobs += [(f"{quantity.name}/{view}", make) for view, make in views_of]
     return jobs

@@ -73,7 +73,7 @@ class Series:
 
 @dataclass(frozen=True, eq=False)
 class Quantity:
-    """One number to draw; ``rows`` are its rows of the prepared table, ``name`` is the stem of its files."""
+    """One number to draw; ``rows`` are its rows of the prepared table, ``name`` that of its folder."""
 
     name: str
     metric: str
