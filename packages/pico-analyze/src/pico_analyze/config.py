@@ -105,11 +105,15 @@ class MetricEntry(Section):
         description="side that weighs the correlations, only for pwcca: x = the step, y = the target; null = x",
     )
 
+    options: dict[str, str | int | float] = Field(
+        {}, description="parameters of the metric that have no key of their own, name to value, e.g. {k: 20}"
+    )
+
     @property
-    def parameters(self) -> dict[str, str]:
+    def parameters(self) -> dict[str, str | int | float]:
         """The metric's own parameters that are given; what it is compared with is not one of them."""
         own = {"norm_type": self.norm_type, "estimator": self.estimator, "weights_from": self.weights_from}
-        return {name: value for name, value in own.items() if value is not None}
+        return {name: value for name, value in own.items() if value is not None} | self.options
 
     def problems(self) -> Iterator[Problem]:
         """Each metric has its own keys; an entry measures something; captured tensors have a split."""
@@ -124,6 +128,8 @@ class MetricEntry(Section):
                     f"is only for {' and '.join(metrics)}, not for {self.metric_name}",
                     ("metric_name",),
                 )
+        for name in self.options.keys() & OWN_KEYS.keys():
+            yield Problem("options", name, f"is a key of its own: write {name} beside metric_name", ("metric_name",))
         if not self.components:
             yield Problem("components", [], "is empty: the metric is measured on nothing")
         captured = sorted({c.data_type for c in self.components} - {"weights"})

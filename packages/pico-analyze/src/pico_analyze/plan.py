@@ -40,7 +40,7 @@ class Measurement:
 
     metric_name: str
     metric: Metric
-    parameters: Mapping[str, str]
+    parameters: Mapping[str, str | int | float]
     row_parameters: str
     source: Source
     target: int | Literal["last"] | None
@@ -197,9 +197,10 @@ def _measurement(entry: MetricEntry, component: ComponentEntry) -> Measurement:
     kind = component.data_type
     if kind not in info.kinds:
         raise ValueError(f"it has no {kind}, only {', '.join(info.kinds)}")
-    if metric.consumes == "pair" and kind != "activations":
-        others = ", ".join(name for name, other in METRICS.items() if other.consumes != "pair")
-        raise ValueError(f"compares activations and does not fit {kind}; what fits: {others}")
+    if kind not in metric.kinds:
+        others = ", ".join(name for name, other in METRICS.items() if kind in other.kinds)
+        verb = "compares" if metric.consumes == "pair" else "measures"
+        raise ValueError(f"{verb} {', '.join(metric.kinds)} and does not fit {kind}; what fits: {others}")
     if metric.consumes == "pair" and entry.data_split == "train":
         raise ValueError(
             "needs the same samples at every step, and the batch of split train is another at each; use data_split: val"

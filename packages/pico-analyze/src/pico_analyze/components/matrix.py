@@ -26,7 +26,7 @@ about 1e-16 of the largest one, hence the smallest singular value by 1e-16 condi
 2e-7 at this limit and 3e-6 at ten times it."""
 
 
-class Undefined(ValueError):  # noqa: N818  an outcome of a measurement, not a mistake
+class Undefined(ValueError):
     """A measure has no value on this input; the text is the reason that goes into the result row."""
 
     @property
@@ -162,6 +162,25 @@ def singular_values(x: Tensor) -> Tensor:
     else:
         values = scipy.linalg.svdvals(a, check_finite=False)
     return torch.from_numpy(values * scale)
+
+
+def as_matrix(x: Tensor | Matrix) -> Matrix:
+    """A matrix as it is, a tensor as the matrix of its entries."""
+    return x if isinstance(x, Matrix) else Matrix.dense(x)
+
+
+def centred(x: Tensor | Matrix, name: str) -> Tensor:
+    """(m, k) float64 with the geometry of the rows of ``x`` less their mean, at most 1 in magnitude.
+
+    Raises:
+        Undefined: A vector, an entry that is not finite, or every column of ``name`` is constant.
+    """
+    rows = as_matrix(x).rows()
+    moved = rows - rows.mean(0)
+    scale = float(moved.abs().max())
+    if scale <= max(rows.shape) * _EPSILON * float(rows.abs().max()):
+        raise Undefined(f"every feature of {name} is constant over the samples")
+    return moved / scale
 
 
 def largest_magnitude(x: Tensor) -> float:

@@ -1,80 +1,12 @@
 """The table of metrics: what each is called, what it consumes, what it means. Computing one imports torch."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from difflib import get_close_matches
 from importlib import import_module
-from math import isfinite
-from typing import TYPE_CHECKING, Any, Literal
 
-if TYPE_CHECKING:
-    from pico_analyze.components.matrix import Matrix
+from pico_analyze.metrics.entry import Metric, Number, Parameter
 
-
-@dataclass(frozen=True)
-class Parameter:
-    """A choice that a metric offers."""
-
-    allowed: tuple[str, ...]
-    default: str | None
-    """None: it has to be given."""
-
-
-@dataclass(frozen=True)
-class Metric:
-    """One row of the table."""
-
-    function: str
-    """Import path, ``module:function``."""
-    consumes: Literal["entries", "spectrum", "matrix", "pair"]
-    """What the function is called with: `entries` the tensor of all entries, `spectrum` the tensor of
-    singular values, `matrix` the Matrix, from which it takes what its parameters ask for, `pair` two of them,
-    x and y, whose rows are the same samples."""
-    summary: str
-    range: str
-    meaning: str
-    """What it says, and when it misleads."""
-    parameters: Mapping[str, Parameter] = field(default_factory=dict)
-
-    def resolve(self, given: Mapping[str, Any]) -> dict[str, str]:
-        """All parameters with their values, defaults filled in.
-
-        Raises:
-            ValueError: A parameter that the metric does not have, one that is missing, a value not allowed.
-        """
-        for name in given:
-            if name not in self.parameters:
-                known = ", ".join(self.parameters) or "none"
-                raise ValueError(f"{name}: not a parameter of this metric, which has: {known}")
-        resolved = {}
-        for name, parameter in self.parameters.items():
-            value = given.get(name, parameter.default)
-            if value not in parameter.allowed:
-                fault = "has to be given" if value is None else f"{value!r} is not allowed"
-                raise ValueError(f"{name}: {fault}; choose one of {', '.join(parameter.allowed)}")
-            resolved[name] = value
-        return resolved
-
-    def compute(self, *matrices: "Matrix", **parameters: str) -> float:
-        """The value on one matrix, or on two for a pair.
-
-        Raises:
-            Undefined: There is no value, or it does not fit into a float64.
-        """
-        from pico_analyze.components.matrix import Undefined
-
-        module, _, function = self.function.partition(":")
-        measure = getattr(import_module(module), function)
-        arguments: tuple[Any, ...] = matrices
-        if self.consumes == "entries":
-            arguments = tuple(matrix.entries() for matrix in matrices)
-        elif self.consumes == "spectrum":
-            arguments = tuple(matrix.spectrum().values for matrix in matrices)
-        value: float = measure(*arguments, **self.resolve(parameters))
-        if not isfinite(value):
-            raise Undefined(f"the result is {value}, not a finite number")
-        return value
-
+__all__ = ["METRICS", "Metric", "Number", "Parameter", "get_metric", "load_metrics"]
 
 METRICS: dict[str, Metric] = {
     "gini": Metric(
@@ -123,6 +55,95 @@ METRICS: dict[str, Metric] = {
         "inf grow with the shape at equal scale of the entries, so normalise before comparing sizes.",
         parameters={"norm_type": Parameter(("frobenius", "nuclear", "spectral", "inf", "inf_operator"), default=None)},
     ),
+    "stable_rank": Metric(
+        function="pico_analyze.metrics.spectral:stable_rank",
+        consumes="spectrum",
+        summary="squared Frobenius norm over squared spectral norm",
+        range="[1, number of singular values]",
+        meaning="1 when one direction holds all energy, k when k directions share it equally. The largest "
+        "singular value alone is the yardstick, so one growing direction lowers it whatever the others do; small "
+        "singular values hardly count. It is at most the rank and moves smoothly with the entries.",
+    ),
+    "effective_rank": Metric(
+        function="pico_analyze.metrics.spectral:effective_rank",
+        consumes="spectrum",
+        summary="exp(entropy of the spectrum)",
+        range="[1, number of singular values]",
+        meaning="The number of equal singular values that have the same entropy. It is PER times the number of "
+        "singular values, so it grows with the size of the matrix: use PER to compare sizes, this to count "
+        "dimensions. A long tail of small singular values counts.",
+    ),
+    "participation_ratio": Metric(
+        function="pico_analyze.metrics.spectral:participation_ratio",
+        consumes="matrix",
+        summary="(sum of squared singular values)^2 / sum of their fourth powers",
+        range="[1, number of singular values]",
+        meaning="The number of directions that share the energy: 1 for one, k for k equal ones. With centre columns "
+        "it is the participation ratio of the eigenvalues of the covariance, which is what is meant for "
+        "activations; without, a mean that all samples share counts as a direction and often is the only one. Few "
+        "samples bound it: n centred samples give at most n - 1.",
+        parameters={"centre": Parameter(("none", "columns"), default="none")},
+    ),
+    "spectral_entropy": Metric(
+        function="pico_analyze.metrics.spectral:spectral_entropy",
+        consumes="spectrum",
+        summary="entropy of the shares of energy of the singular values, over its largest possible value",
+        range="[0, 1]",
+        meaning="0 when one direction holds all energy, 1 when all hold the same. Unlike PER it weighs squares of "
+        "singular values and takes no exponential, so it reacts to the large directions and hardly to a tail of "
+        "small ones.",
+    ),
+    "alpha": Metric(
+        function="pico_analyze.metrics.power_law:alpha",
+        consumes="spectrum",
+        summary="exponent of the power-law tail of the eigenvalues (squared singular values)",
+        range="(1, inf); report ks_distance: [0, 1]",
+        meaning="Small when few eigenvalues tower over the rest; well trained weights are reported between 2 and 6. A "
+        "power law is fitted whether or not there is one: look at the distance of the fit (report: ks_distance) "
+        "beside it. Fewer than 50 eigenvalues in the tail make it unreliable, and it is then flagged; of random "
+        "matrices it depends on the shape.",
+        parameters={"report": Parameter(("alpha", "ks_distance"), default="alpha")},
+    ),
+    "kurtosis": Metric(
+        function="pico_analyze.metrics.sparsity:kurtosis",
+        consumes="entries",
+        summary="excess kurtosis of the entries",
+        range="[-2, inf)",
+        meaning="0 for a normal distribution, -1.2 for a uniform one, positive for heavy tails. The fourth power "
+        "lets a handful of outliers decide, which is why it finds outlier features, and why it scatters: look at "
+        "the Gini coefficient for the bulk.",
+    ),
+    "dead_units": Metric(
+        function="pico_analyze.metrics.geometry:dead_units",
+        consumes="matrix",
+        summary="share of the units whose activation is the same for all samples",
+        range="[0, 1]",
+        meaning="0 when every column varies over the samples, 1 when none does. A unit that fires seldom looks "
+        "dead in few samples, so the number falls with the number of rows. A residual stream or a linear "
+        "projection has hardly ever dead units: it is meant for what follows a nonlinearity.",
+        parameters={"tolerance": Number(0, 1, default=1e-6)},
+        kinds=("activations",),
+    ),
+    "anisotropy": Metric(
+        function="pico_analyze.metrics.geometry:anisotropy",
+        consumes="matrix",
+        summary="mean cosine between different rows",
+        range="[-1/(n - 1), 1]",
+        meaning="Near 0 when rows point everywhere, 1 when all point the same way. A mean that all samples share, "
+        "or a single feature of large magnitude, is enough to bring it near 1, without saying anything about the "
+        "other directions. Of a weight the rows are its output units.",
+    ),
+    "intrinsic_dimension": Metric(
+        function="pico_analyze.metrics.geometry:intrinsic_dimension",
+        consumes="matrix",
+        summary="dimension of the manifold of the samples, from the distances to two neighbours (TwoNN)",
+        range="(0, inf)",
+        meaning="d for samples that are spread evenly over d dimensions, however curved, however many features. It "
+        "is a local number and too low for high dimensions and few samples (20 dimensions need thousands). "
+        "Rounding in storage and samples that occur twice spoil the smallest distances.",
+        parameters={"discard": Number(0, 0.9, default=0.1)},
+        kinds=("activations",),
+    ),
     "cka": Metric(
         function="pico_analyze.metrics.similarity:linear_cka",
         consumes="pair",
@@ -134,6 +155,7 @@ METRICS: dict[str, Metric] = {
         "scatters about 0, also below; the plug-in estimate rises towards 1 as samples become few against "
         "features.",
         parameters={"estimator": Parameter(("debiased", "plug_in"), default="debiased")},
+        kinds=("activations",),
     ),
     "pwcca": Metric(
         function="pico_analyze.metrics.similarity:pwcca",
@@ -145,6 +167,7 @@ METRICS: dict[str, Metric] = {
         "features of k dimensions each already correlate by about sqrt(k/n), so it needs many more samples "
         "than features; it is flagged where some correlations are 1 whatever the data.",
         parameters={"weights_from": Parameter(("x", "y"), default="x")},
+        kinds=("activations",),
     ),
 }
 

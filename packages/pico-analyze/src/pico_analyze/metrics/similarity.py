@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pico_analyze.components.matrix import Flagged, Matrix, Undefined, singular_values
+from pico_analyze.components.matrix import Flagged, Matrix, Undefined, as_matrix, centred, singular_values
 
 _EPSILON = torch.finfo(torch.float64).eps
 
@@ -60,7 +60,7 @@ def linear_cka(x: Tensor | Matrix, y: Tensor | Matrix, estimator: str = "debiase
     """
     if estimator not in ("debiased", "plug_in"):
         raise ValueError(f"estimator: {estimator!r} is not allowed; choose one of debiased, plug_in")
-    a, b = _centred(x, "x"), _centred(y, "y")
+    a, b = centred(x, "x"), centred(y, "y")
     n = _samples(a, b)
     if estimator == "plug_in":
         value = min(_cross(a, b) / math.sqrt(_cross(a, a) * _cross(b, b)), 1.0)  # rounding passes it by 1e-16
@@ -102,7 +102,7 @@ def pwcca(x: Tensor | Matrix, y: Tensor | Matrix, weights_from: str = "x") -> fl
     """
     if weights_from not in ("x", "y"):
         raise ValueError(f"weights_from: {weights_from!r} is not allowed; choose one of x, y")
-    x, y = _matrix(x), _matrix(y)
+    x, y = as_matrix(x), as_matrix(y)
     rho, x_variates, y_variates, warning = canonical_correlations(x, y)
     weighting, variates = (x, x_variates) if weights_from == "x" else (y, y_variates)
     alpha = weighting.project(variates).abs().sum(1)  # h_i is centred, so the means of the columns drop out
@@ -130,7 +130,7 @@ def canonical_correlations(x: Tensor | Matrix, y: Tensor | Matrix) -> CanonicalC
     >>> round(float(canonical_correlations(x, y).correlations), 12)
     0.8
     """
-    a, b = _centred(x, "x"), _centred(y, "y")
+    a, b = centred(x, "x"), centred(y, "y")
     n = _samples(a, b)
     basis_x, basis_y = _basis(a), _basis(b)
     k, l = basis_x.shape[1], basis_y.shape[1]  # noqa: E741
@@ -139,20 +139,6 @@ def canonical_correlations(x: Tensor | Matrix, y: Tensor | Matrix) -> CanonicalC
     u, rho, vt = torch.linalg.svd(basis_x.mT @ basis_y, full_matrices=False)
     warning = f"too few samples: {n} for ranks {k} and {l}, which fill the space" if k + l >= n - 1 else None
     return CanonicalCorrelations(rho.clamp(max=1.0), basis_x @ u, basis_y @ vt.mT, warning)
-
-
-def _centred(x: Tensor | Matrix, name: str) -> Tensor:
-    """(n, d) float64 with the geometry of the centred samples, at most 1 in magnitude."""
-    rows = _matrix(x).rows()
-    centred = rows - rows.mean(0)
-    scale = float(centred.abs().max())
-    if scale <= max(rows.shape) * _EPSILON * float(rows.abs().max()):
-        raise Undefined(f"every feature of {name} is constant over the samples")
-    return centred / scale
-
-
-def _matrix(x: Tensor | Matrix) -> Matrix:
-    return x if isinstance(x, Matrix) else Matrix.dense(x)
 
 
 def _samples(a: Tensor, b: Tensor) -> int:
