@@ -413,6 +413,10 @@ def test_a_step_that_vanishes_is_not_kept(run_folder):
             "the same samples at every step.*data_split: val",
         ),
         (
+            metric("hoyer", target_checkpoint=0),
+            r"metrics\[1\], hoyer of simple: target_checkpoint: 0 is only for metrics that compare: cka, pwcca",
+        ),
+        (
             metric("cka", simple("activations"), target_checkpoint=7),
             "target_checkpoint: there is no step 7; run demo has the steps 0, 1, 2, 10",
         ),

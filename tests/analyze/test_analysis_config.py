@@ -247,8 +247,8 @@ def test_one_thing_wrong(problems, text, problem):
         ),
         (("metric_name: norm", "metric_name: gini"), 'metrics.0.norm_type: "nuclear" is only for norm, not for gini'),
         (
-            ("metric_name: cka", "metric_name: hoyer"),
-            "metrics.1.target_checkpoint: 100 is only for cka and pwcca, not for hoyer",
+            ("norm_type: nuclear", "norm_type: nuclear\n    options: {norm_type: inf}"),
+            'metrics.0.options: "norm_type" is a key of its own: write norm_type beside metric_name',
         ),
         (("data_split: val", "weights_from: x"), 'metrics.1.weights_from: "x" is only for pwcca, not for cka'),
         (("data_split: val", ""), "metrics.1.data_split: null must be train or val for activations"),

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pico_analyze.components.matrix import Flagged, Matrix, Undefined
-from pico_analyze.metrics import METRICS, Metric, Number, get_metric, load_metrics
+from pico_analyze.metrics import METRICS, Metric, MetricError, Number, get_metric
 
 
 def settings_of_each():
@@ -148,44 +148,36 @@ def plugin(tmp_path, monkeypatch):
     return write
 
 
-class TestPlugins:
-    source = """
-from pico_analyze.metrics import Metric
-
-def largest(singular_values):
-    return float(singular_values.max())
-
-METRICS = {%r: Metric("largest_plugin:largest", "spectrum", "largest singular value", "[0, inf)", "size")}
-"""
-
-    def test_a_metric_of_the_users_own(self, plugin):
-        table = load_metrics([plugin("largest_plugin", self.source % "largest")])
-        assert list(table) == [*METRICS, "largest"]
-        assert get_metric("largest", table).compute(Matrix.dense(torch.eye(3) * 2)) == 2.0
-        assert "largest" not in METRICS
-
-    def test_a_name_that_exists(self, plugin):
-        with pytest.raises(ValueError, match="'clash_plugin' defines the metric 'gini', which exists already"):
-            load_metrics([plugin("clash_plugin", self.source % "gini")])
-
-    def test_the_same_plugin_twice(self, plugin):
-        name = plugin("largest_plugin", self.source % "largest")
-        with pytest.raises(ValueError, match="exists already"):
-            load_metrics([name, name])
-
-    def test_no_plugin_there(self, plugin):
-        with pytest.raises(ValueError, match="'no_such_module' gives no table METRICS"):
-            load_metrics(["no_such_module"])
-        with pytest.raises(ValueError, match="'empty_plugin' gives no table METRICS"):
-            load_metrics([plugin("empty_plugin", "")])
-
-
 @pytest.mark.parametrize("value", ["nan", "inf"])
 def test_what_is_not_a_finite_number_is_undefined(plugin, value):
     name = plugin(f"{value}_plugin", f"def measure(entries):\n    return float('{value}')\n")
     metric = Metric(f"{name}:measure", "entries", summary="", range="", meaning="")
     with pytest.raises(Undefined, match=f"the result is {value}, not a finite number"):
         metric.compute(Matrix.dense(torch.ones(2, 2)))
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("return 1 / 0", "the metric failed: ZeroDivisionError: division by zero"),
+        ("return None", "it gave back a NoneType, not a float"),
+        ("return True", "it gave back a bool"),
+        ("return entries", "it gave back a Tensor"),
+        ("return 1 + 0j", "it gave back a complex"),
+    ],
+)
+def test_a_function_that_fails(plugin, body, message):
+    name = plugin("failing_plugin", f"def measure(entries):\n    {body}\n")
+    with pytest.raises(MetricError, match=message):
+        Metric(f"{name}:measure", "entries", summary="", range="", meaning="").compute(Matrix.dense(torch.ones(2, 2)))
+
+
+@pytest.mark.parametrize("value", ["2", "np.float32(2)", "np.float64(2)"])
+def test_any_real_number_is_a_value(plugin, value):
+    name = plugin("number_plugin", f"import numpy as np\ndef measure(entries):\n    return {value}\n")
+    metric = Metric(f"{name}:measure", "entries", summary="", range="", meaning="")
+    assert metric.compute(Matrix.dense(torch.ones(2, 2))) == 2.0
+    assert isinstance(metric.compute(Matrix.dense(torch.ones(2, 2))), float)
 
 
 @every_metric

@@ -39,6 +39,7 @@ ORDER = {
         "strict_yaml",
         "config",
         "checkpoint",
+        "plugins",
         "components",
         "metrics",
         "results",

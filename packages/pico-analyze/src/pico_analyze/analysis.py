@@ -15,10 +15,11 @@ from typing import Any
 import pandas as pd
 
 from pico_analyze.checkpoint.format import CheckpointError
-from pico_analyze.checkpoint.reader import Run, find_runs, open_run
-from pico_analyze.components import Piece
-from pico_analyze.components.matrix import Flagged, Undefined
+from pico_analyze.checkpoint.reader import Checkpoint, Run, find_runs, open_run
+from pico_analyze.components import Component, Piece, Selection
+from pico_analyze.components.matrix import Flagged, Matrix, Undefined
 from pico_analyze.config import AnalysisConfig
+from pico_analyze.metrics import MetricError
 from pico_analyze.plan import AnalysisError, Cell, describe, plan, steps_of
 from pico_analyze.results import table
 from pico_analyze.strict_yaml import validated
@@ -30,8 +31,13 @@ logger = logging.getLogger(__name__)
 Row = dict[str, Any]
 Key = tuple[Any, ...]
 
+FAILED = ("the metric failed: ", "the component failed: ")
 TRAINING = {"train_loss": "loss", "val_loss": "val_loss"}  # metric: its key in the training log
 SAME_AS = "the same content as step "
+
+
+class MeasuringError(ValueError):
+    """A component failed, or gave something else than matrices."""
 
 
 def analyze(
@@ -157,6 +163,8 @@ def _still_holds(row: Row, cell: Cell) -> bool:
         return False
     if any(row[name] != value for name, value in cell.content.items()):
         return False
+    if (row["reason"] or "").startswith(FAILED):
+        return False
     first, _, _ = (row["reason"] or "").partition("; ")
     noted = first if first.startswith(SAME_AS) else None
     return row["status"] == "undefined" or noted == _note(cell)
@@ -186,18 +194,23 @@ def _measure(run: Run, step: int, cells: Sequence[Cell], references: dict[Key, l
         return measured
     checkpoint = run.checkpoint(step)
     for group in by_matrix.values():
-        source, selection = group[0].measurement.source, group[0].selection
         try:
-            pieces = list(source.component.pieces(checkpoint, selection))
+            pieces = _pieces(group[0].measurement.source.component, checkpoint, group[0].selection)
         except CheckpointError as error:
             logger.warning("%s", error)
             measured |= {cell.key: _missing(cell, str(error)) for cell in group}
+            continue
+        except MeasuringError as error:
+            logger.warning("%s of %s step %d: %s", group[0].measurement.source.name, run.name, step, error)
+            measured |= {cell.key: [_failed(error) for _ in cell.selection.heads] for cell in group}
             continue
         for cell in group:
             try:
                 others = _reference(run, cell, references)
             except CheckpointError as error:
                 measured[cell.key] = _missing(cell, f"the reference: {error}")
+            except MeasuringError as error:
+                measured[cell.key] = [_failed(error) for _ in cell.selection.heads]
             else:
                 measured[cell.key] = [_value(cell, *matrices) for matrices in zip(pieces, *others, strict=True)]
     return measured
@@ -216,9 +229,30 @@ def _reference(run: Run, cell: Cell, references: dict[Key, list[Piece]]) -> list
         return []
     key = (*_matrix_key(cell), step)
     if key not in references:
-        component = cell.measurement.source.component
-        references[key] = list(component.pieces(run.checkpoint(step), cell.reference))
+        references[key] = _pieces(cell.measurement.source.component, run.checkpoint(step), cell.reference)
     return [references[key]]
+
+
+def _pieces(component: Component, checkpoint: Checkpoint, selection: Selection) -> list[Piece]:
+    """The matrices of a selection, one for each head.
+
+    Raises:
+        CheckpointError: a tensor cannot be had.
+        MeasuringError: the component fails, or gives something else.
+    """
+    try:
+        pieces = list(component.pieces(checkpoint, selection))
+        n_matrices = sum(isinstance(piece.matrix, Matrix) for piece in pieces)
+    except (CheckpointError, MemoryError):
+        raise
+    except Exception as error:
+        raise MeasuringError(f"the component failed: {type(error).__name__}: {error}") from error
+    if n_matrices != len(pieces) or n_matrices != len(selection.heads):
+        n_heads = len(selection.heads)
+        raise MeasuringError(
+            f"the component failed: it gave {n_matrices} matrices in {len(pieces)} for {n_heads} heads"
+        )
+    return pieces
 
 
 def _value(cell: Cell, *pieces: Piece) -> Row:
@@ -229,9 +263,18 @@ def _value(cell: Cell, *pieces: Piece) -> Row:
         value = cell.measurement.metric.compute(*(piece.matrix for piece in pieces), **cell.measurement.parameters)
     except Undefined as error:
         return row | {"value": None, "status": "undefined", "reason": error.reason}
+    except MetricError as error:
+        source, where = cell.measurement.source, f"{cell.run.name} step {cell.step}"
+        logger.warning("%s of %s, %s: %s", cell.measurement.metric_name, source.name, where, error)
+        return row | _failed(error)
     doubts = [_note(cell), value.reason if isinstance(value, Flagged) else None]
     reason = "; ".join(doubt for doubt in doubts if doubt)
     return row | {"value": float(value), "status": "flagged" if reason else "ok", "reason": reason or None}
+
+
+def _failed(error: ValueError) -> Row:
+    """What is left of a mistake in the code of a metric or component: no value, the reason, tried again by a rerun."""
+    return {"value": None, "status": "undefined", "reason": str(error)}
 
 
 def _missing(cell: Cell, reason: str) -> list[Row]:

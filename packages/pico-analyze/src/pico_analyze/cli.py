@@ -136,13 +136,22 @@ def ls() -> None:
     """List what there is: metrics, components, runs, tensors."""
 
 
-@ls.command("metrics")
-@reports_errors
-def ls_metrics() -> None:
-    """List the metrics, with range and meaning."""
-    from pico_analyze.metrics import METRICS
+with_plugins = click.option(
+    "--config",
+    "config_path",
+    type=click.Path(path_type=Path),
+    help="YAML of an analysis, whose plugins are listed too.",
+)
 
-    for name, metric in METRICS.items():
+
+@ls.command("metrics")
+@with_plugins
+@reports_errors
+def ls_metrics(config_path: Path | None) -> None:
+    """List the metrics, with range and meaning."""
+    from pico_analyze.metrics import load_metrics
+
+    for name, metric in load_metrics(_plugins(config_path)).items():
         click.echo(f"{name}: {metric.summary}")
         click.echo(f"  range    {metric.range}")
         if metric.consumes == "pair":
@@ -154,12 +163,13 @@ def ls_metrics() -> None:
 
 
 @ls.command("components")
+@with_plugins
 @reports_errors
-def ls_components() -> None:
+def ls_components(config_path: Path | None) -> None:
     """List the components that a metric can be measured on."""
-    from pico_analyze.components import COMPONENTS
+    from pico_analyze.components import load_components
 
-    for name, component in COMPONENTS.items():
+    for name, component in load_components(_plugins(config_path)).items():
         suffixes = f"{{{', '.join(f'{key}: ...' for key in component.suffixes)}}}" if component.suffixes else "..."
         click.echo(f"{name}: {component.summary}")
         click.echo(f"  data_type       {', '.join(component.kinds)}")
@@ -227,6 +237,12 @@ def _load(words: Sequence[str], config_path: Path | None, run_paths: Sequence[st
         raise ConfigError("command line", ["name the YAML of an analysis: pico-analyze run CONFIG [KEY.SUB=VALUE]..."])
     config = load_config(config_path, overrides)
     return config.model_copy(update={"runs": tuple(run_paths)}) if run_paths else config
+
+
+def _plugins(config_path: Path | None) -> tuple[str, ...]:
+    from pico_analyze.config import load_config
+
+    return () if config_path is None else load_config(config_path).plugins
 
 
 def _print_outcome(outcome: "Outcome") -> None:

@@ -95,7 +95,7 @@ class MetricEntry(Section):
         None, description="which norm, only for norm; inf = largest absolute entry, as published"
     )
     target_checkpoint: Step | Literal["last"] | None = Field(
-        None, description="step that every step is compared with, only for cka and pwcca"
+        None, description="step that every step is compared with, only for metrics that compare"
     )
     estimator: Literal["debiased", "plug_in"] | None = Field(
         None, description="estimate of the alignment, only for cka; null = debiased"
@@ -104,7 +104,6 @@ class MetricEntry(Section):
         None,
         description="side that weighs the correlations, only for pwcca: x = the step, y = the target; null = x",
     )
-
     options: dict[str, str | int | float] = Field(
         {}, description="parameters of the metric that have no key of their own, name to value, e.g. {k: 20}"
     )
@@ -113,7 +112,7 @@ class MetricEntry(Section):
     def parameters(self) -> dict[str, str | int | float]:
         """The metric's own parameters that are given; what it is compared with is not one of them."""
         own = {"norm_type": self.norm_type, "estimator": self.estimator, "weights_from": self.weights_from}
-        return {name: value for name, value in own.items() if value is not None} | self.options
+        return {**self.options, **{name: value for name, value in own.items() if value is not None}}
 
     def problems(self) -> Iterator[Problem]:
         """Each metric has its own keys; an entry measures something; captured tensors have a split."""
@@ -121,7 +120,8 @@ class MetricEntry(Section):
             value = getattr(self, key)
             if value is None and needed and self.metric_name in metrics:
                 yield Problem(key, None, f"is not enough for {self.metric_name}; give {needed}", ("metric_name",))
-            if value is not None and self.metric_name not in metrics:
+            # A plugin's metric may compare too: whether this one does is asked when the analysis is planned.
+            if value is not None and self.metric_name not in metrics and key != "target_checkpoint":
                 yield Problem(
                     key,
                     value,
@@ -174,6 +174,11 @@ class AnalysisConfig(Section):
         "all", description="checkpoints: a list, a range {start, end, step}, or all that a run has"
     )
     metrics: Annotated[tuple[MetricEntry, ...], Strict(False)] = Field((), description="what is measured")
+    plugins: Texts = Field(
+        (),
+        description="metrics and components of your own: importable modules, or paths of .py files from the working "
+        "directory, that hold a dict METRICS or COMPONENTS; they run as they are, so name only files you trust",
+    )
     monitoring: MonitoringConfig = MonitoringConfig()
     write_json: Literal["pico_v0"] | None = Field(
         None,

@@ -10,11 +10,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
-from pico_analyze.checkpoint.format import Kind, Split
+from pico_analyze.checkpoint.format import Kind, Manifest, Split
 from pico_analyze.checkpoint.reader import Run, list_steps
-from pico_analyze.components import Component, ComponentError, Selection, get_component
+from pico_analyze.components import (
+    Component,
+    ComponentError,
+    ComponentInfo,
+    Selection,
+    get_component,
+    load_components,
+)
 from pico_analyze.config import AnalysisConfig, ComponentEntry, MetricEntry
-from pico_analyze.metrics import METRICS, Metric, get_metric
+from pico_analyze.metrics import Metric, get_metric, load_metrics
 from pico_analyze.results import canonical, row_parameters
 
 
@@ -113,14 +120,16 @@ def plan(runs: Sequence[Run], config: AnalysisConfig) -> list[Cell]:
     """Every cell of the analysis: by run, then by step, then in the order of the configuration.
 
     Raises:
+        PluginError: a plugin cannot be used.
         AnalysisError: something that is asked for cannot be had in some run; all of it at once.
     """
+    tables = load_metrics(config.plugins), load_components(config.plugins)
     problems = _run_problems(runs) + _step_problems(runs, config)
     measurements: list[Measurement] = []
     for i, entry in enumerate(config.metrics):
         for component in entry.components:
             try:
-                measurements.append(_measurement(entry, component))
+                measurements.append(_measurement(entry, component, *tables))
             except ValueError as error:
                 problems.append(f"metrics[{i}], {entry.metric_name} of {component.component_name}: {error}")
     expected: list[dict[Source, list[Selection]]] = []
@@ -191,38 +200,71 @@ def _step_problems(runs: Sequence[Run], config: AnalysisConfig) -> list[str]:
     return problems
 
 
-def _measurement(entry: MetricEntry, component: ComponentEntry) -> Measurement:
+def _measurement(
+    entry: MetricEntry,
+    component: ComponentEntry,
+    metrics: Mapping[str, Metric],
+    components: Mapping[str, ComponentInfo],
+) -> Measurement:
     """What a metric entry asks for on one of its components; ValueError where they do not fit."""
-    metric, info = get_metric(entry.metric_name), get_component(component.component_name)
+    metric, info = get_metric(entry.metric_name, metrics), get_component(component.component_name, components)
     kind = component.data_type
     if kind not in info.kinds:
         raise ValueError(f"it has no {kind}, only {', '.join(info.kinds)}")
-    if kind not in metric.kinds:
-        others = ", ".join(name for name, other in METRICS.items() if kind in other.kinds)
+    if metric.consumes == "pair" and entry.target_checkpoint is None:
+        raise ValueError("target_checkpoint: is needed; give a step, or last")
+    if metric.consumes != "pair" and entry.target_checkpoint is not None:
+        pairs = ", ".join(name for name, other in metrics.items() if other.consumes == "pair")
+        raise ValueError(f"target_checkpoint: {entry.target_checkpoint} is only for metrics that compare: {pairs}")
+    if kind not in metric.fits:
+        others = ", ".join(name for name, other in metrics.items() if kind in other.fits)
         verb = "compares" if metric.consumes == "pair" else "measures"
-        raise ValueError(f"{verb} {', '.join(metric.kinds)} and does not fit {kind}; what fits: {others}")
+        raise ValueError(f"{verb} {', '.join(metric.fits)} and does not fit {kind}; what fits: {others}")
     if metric.consumes == "pair" and entry.data_split == "train":
         raise ValueError(
             "needs the same samples at every step, and the batch of split train is another at each; use data_split: val"
         )
     split = None if kind == "weights" else entry.data_split
-    suffixes = component.layer_suffixes
     source = Source(
         name=component.component_name,
         kind=kind,
         split=split,
         order=component.order,
         settings=canonical(component.model_dump(mode="json") | {"split": split}),
-        component=info.load()(kind, split, component.layers, suffixes, component.order),
+        component=_component(component, info, split),
     )
     return Measurement(
         metric_name=entry.metric_name,
         metric=metric,
         parameters=metric.resolve(entry.parameters),
-        row_parameters=row_parameters(entry, component),
+        row_parameters=row_parameters(entry, component, metrics),
         source=source,
         target=entry.target_checkpoint,
     )
+
+
+def _component(entry: ComponentEntry, info: ComponentInfo, split: Split | None) -> Component:
+    """The component with the settings of its entry; ValueError where these do not fit it, or it fails on them."""
+    try:
+        return info.load()(entry.data_type, split, entry.layers, entry.layer_suffixes, entry.order)
+    except ComponentError:
+        raise
+    except Exception as error:
+        raise ValueError(f"the component failed: {type(error).__name__}: {error}") from error
+
+
+def _selections(source: Source, manifest: Manifest) -> list[Selection]:
+    """What the source finds; ComponentError where something is missing, or where the component fails."""
+    try:
+        found = list(source.component.select(manifest))
+    except ComponentError:
+        raise
+    except Exception as error:
+        raise ComponentError(f"the component failed: {type(error).__name__}: {error}") from error
+    wrong = next((one for one in found if not isinstance(one, Selection)), None)
+    if wrong is not None:
+        raise ComponentError(f"the component failed: it selects a {type(wrong).__name__}, not a Selection")
+    return found
 
 
 def _expected(run: Run, source: Source) -> list[Selection]:
@@ -230,7 +272,7 @@ def _expected(run: Run, source: Source) -> list[Selection]:
     problem = None
     for manifest in run.manifests.values():
         try:
-            return source.component.select(manifest)
+            return _selections(source, manifest)
         except ComponentError as error:
             problem = problem or error
     if problem is not None:
@@ -283,7 +325,7 @@ def _select(run: Run, source: Source, step: int) -> dict[tuple[str, int | None],
     if step not in run.manifests:
         return f"there is no step {step}"
     try:
-        selections = source.component.select(run.manifests[step])
+        selections = _selections(source, run.manifests[step])
     except ComponentError as error:
         return f"step {step}: {error}"
     return {(selection.module, selection.layer): selection for selection in selections}

@@ -18,7 +18,7 @@ import pandas as pd
 
 from pico_analyze.checkpoint.reader import Run, matches_suffix
 from pico_analyze.config import ComponentEntry, MetricEntry
-from pico_analyze.metrics import get_metric
+from pico_analyze.metrics import METRICS, Metric, get_metric
 
 # Column to dtype, in the order of the files. A missing value is NA, and NaN in ``value``; on disk it is null.
 COLUMNS: dict[str, str] = {
@@ -83,10 +83,13 @@ def canonical(parameters: Mapping[str, Any]) -> str:
     return json.dumps(parameters, sort_keys=True, allow_nan=False)
 
 
-def row_parameters(entry: MetricEntry, component: ComponentEntry) -> str:
-    """The column ``parameters``: the metric's, defaults spelled out, and the component's where given."""
+def row_parameters(entry: MetricEntry, component: ComponentEntry, known: Mapping[str, Metric] = METRICS) -> str:
+    """The column ``parameters``: the metric's, defaults spelled out, and the component's where given.
+
+    ``known`` is the table of metrics, with those of plugins.
+    """
     order = {} if component.order is None else {"order": component.order}
-    return canonical(get_metric(entry.metric_name).resolve(entry.parameters) | order)
+    return canonical(get_metric(entry.metric_name, known).resolve(entry.parameters) | order)
 
 
 def table(rows: Iterable[Mapping[str, Any]], columns: Mapping[str, str] = COLUMNS) -> pd.DataFrame:
@@ -167,7 +170,9 @@ def read(folder: Path, name: str = "results") -> pd.DataFrame:
 # ---- the files of the published pico-analyze
 
 
-def write_pico_v0(frame: pd.DataFrame, folder: Path, metrics: Sequence[MetricEntry]) -> None:
+def write_pico_v0(
+    frame: pd.DataFrame, folder: Path, metrics: Sequence[MetricEntry], known: Mapping[str, Metric] = METRICS
+) -> None:
     """Write ``step_<N>/<metric>_<split>.json`` for each step and metric entry: a flat object, key to number.
 
     Undefined values are null, missing ones are left out. Each run has its own folder if there are several.
@@ -182,7 +187,7 @@ def write_pico_v0(frame: pd.DataFrame, folder: Path, metrics: Sequence[MetricEnt
         name = ""
         owners: dict[tuple[str, int, str], Any] = {}  # which row of the table a key of the file holds
         for component in entry.components:
-            rows = {(row.run, row.step, _pico_v0_key(row)): row for row in _rows_of(frame, entry, component)}
+            rows = {(row.run, row.step, _pico_v0_key(row)): row for row in _rows_of(frame, entry, component, known)}
             # The same component in another form has the same keys: that needs a file of its own.
             if not name or any(owners.get(place, row.Index) != row.Index for place, row in rows.items()):
                 name, owners = next(name for name in names if name not in taken), {}
@@ -213,11 +218,13 @@ def _pico_v0_key(row: Any) -> str:
     return f"{block}{row.module if row.component == 'simple' else row.component}.{row.kind}{head}"
 
 
-def _rows_of(frame: pd.DataFrame, entry: MetricEntry, component: ComponentEntry) -> list[Any]:
+def _rows_of(
+    frame: pd.DataFrame, entry: MetricEntry, component: ComponentEntry, known: Mapping[str, Metric]
+) -> list[Any]:
     """The rows that a metric entry asks for on one of its components, as named tuples; no missing ones."""
     chosen = frame[
         frame["metric"].eq(entry.metric_name)
-        & frame["parameters"].eq(row_parameters(entry, component))
+        & frame["parameters"].eq(row_parameters(entry, component, known))
         & frame["component"].eq(component.component_name)
         & frame["kind"].eq(component.data_type)
         & frame["status"].ne("missing")

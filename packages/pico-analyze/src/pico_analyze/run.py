@@ -23,6 +23,7 @@ from pico_analyze import results
 from pico_analyze.analysis import analyze, describe, open_runs, plan
 from pico_analyze.checkpoint.reader import Run
 from pico_analyze.config import AnalysisConfig, ConfigError, not_built_yet
+from pico_analyze.metrics import load_metrics
 
 log = logging.getLogger("pico_analyze")
 
@@ -67,6 +68,7 @@ def run_analysis(config: AnalysisConfig) -> Outcome:
         ConfigError: the configuration asks for nothing, for what is not built yet, or for a folder that holds
             something else.
         CheckpointError: there is no such run, or it cannot be opened.
+        PluginError: a plugin cannot be used.
         AnalysisError: something that is asked for cannot be had.
         ResultsError: the earlier table cannot be read.
     """
@@ -86,7 +88,7 @@ def run_analysis(config: AnalysisConfig) -> Outcome:
         results.write(table, folder)
         results.write(results.runs_table(runs), folder, "runs")
         if config.write_json is not None:
-            results.write_pico_v0(table, folder, config.metrics)
+            results.write_pico_v0(table, folder, config.metrics, load_metrics(config.plugins))
     return Outcome(folder, table, n_computed=table.attrs["computed"], n_kept=table.attrs["kept"])
 
 

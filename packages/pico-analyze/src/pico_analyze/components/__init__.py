@@ -5,12 +5,13 @@ matrices (`Component.pieces`). No torch here: a component is imported when it is
 """
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib import import_module
 from typing import TYPE_CHECKING, Literal, Protocol
 
+from pico_analyze import plugins
 from pico_analyze.checkpoint.format import Kind, Manifest, Split, TensorRow
 
 if TYPE_CHECKING:
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from pico_analyze.components.matrix import Matrix
 
 Layers = Sequence[int] | Literal["all"]
+MEASURED: tuple[Kind, ...] = ("weights", "activations", "gradients")
 
 
 class ComponentError(ValueError):
@@ -101,6 +103,16 @@ class ComponentInfo:
         made: MakeComponent = getattr(import_module(module), name)
         return made
 
+    def problem(self) -> str | None:
+        """Why the component cannot be used, None where it can; imports it."""
+        if not self.kinds or not set(self.kinds) <= set(MEASURED):
+            return f"kinds is {self.kinds!r}, not some of {', '.join(MEASURED)}"
+        try:
+            made = plugins.resolved(self.path)
+        except plugins.PluginError as error:
+            return f"path: {error}"
+        return None if callable(made) else f"path: {self.path!r} cannot be called"
+
 
 COMPONENTS: dict[str, ComponentInfo] = {
     "simple": ComponentInfo(
@@ -118,14 +130,23 @@ COMPONENTS: dict[str, ComponentInfo] = {
 }
 
 
-def get_component(name: str) -> ComponentInfo:
+def get_component(name: str, table: Mapping[str, ComponentInfo] = COMPONENTS) -> ComponentInfo:
     """The component of that name.
 
     Raises:
         ComponentError: there is none; the message lists those there are and the nearest.
     """
-    if name in COMPONENTS:
-        return COMPONENTS[name]
-    near = get_close_matches(name, COMPONENTS, n=1)
+    if name in table:
+        return table[name]
+    near = get_close_matches(name, table, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
-    raise ComponentError(f"there is no component {name!r}; there are {', '.join(COMPONENTS)}{hint}")
+    raise ComponentError(f"there is no component {name!r}; there are {', '.join(table)}{hint}")
+
+
+def load_components(names: Sequence[str] = ()) -> dict[str, ComponentInfo]:
+    """Our table and those of the plugins: modules or files that hold a dict ``COMPONENTS`` of the same kind.
+
+    Raises:
+        PluginError: a plugin cannot be used, or two tables use one name.
+    """
+    return plugins.merged(COMPONENTS, "COMPONENTS", names)

@@ -2,11 +2,11 @@
 
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
-from importlib import import_module
 
-from pico_analyze.metrics.entry import Metric, Number, Parameter
+from pico_analyze import plugins
+from pico_analyze.metrics.entry import Metric, MetricError, Number, Parameter
 
-__all__ = ["METRICS", "Metric", "Number", "Parameter", "get_metric", "load_metrics"]
+__all__ = ["METRICS", "Metric", "MetricError", "Number", "Parameter", "get_metric", "load_metrics"]
 
 METRICS: dict[str, Metric] = {
     "gini": Metric(
@@ -155,7 +155,6 @@ METRICS: dict[str, Metric] = {
         "scatters about 0, also below; the plug-in estimate rises towards 1 as samples become few against "
         "features.",
         parameters={"estimator": Parameter(("debiased", "plug_in"), default="debiased")},
-        kinds=("activations",),
     ),
     "pwcca": Metric(
         function="pico_analyze.metrics.similarity:pwcca",
@@ -167,7 +166,6 @@ METRICS: dict[str, Metric] = {
         "features of k dimensions each already correlate by about sqrt(k/n), so it needs many more samples "
         "than features; it is flagged where some correlations are 1 whatever the data.",
         parameters={"weights_from": Parameter(("x", "y"), default="x")},
-        kinds=("activations",),
     ),
 }
 
@@ -185,20 +183,10 @@ def get_metric(name: str, table: Mapping[str, Metric] = METRICS) -> Metric:
     raise ValueError(f"there is no metric {name!r}; there are {', '.join(table)}{hint}")
 
 
-def load_metrics(plugins: Sequence[str] = ()) -> dict[str, Metric]:
-    """Our table and those of the plugins: importable modules that hold a dict ``METRICS`` of the same kind.
+def load_metrics(names: Sequence[str] = ()) -> dict[str, Metric]:
+    """Our table and those of the plugins: modules or files that hold a dict ``METRICS`` of the same kind.
 
     Raises:
-        ValueError: A module cannot be imported or has no table, or two tables use one name.
+        PluginError: A plugin cannot be used, or two tables use one name.
     """
-    merged = dict(METRICS)
-    for plugin in plugins:
-        try:
-            table = import_module(plugin).METRICS
-        except (ImportError, AttributeError) as error:
-            raise ValueError(f"plugins: {plugin!r} gives no table METRICS: {error}") from error
-        for name, metric in table.items():
-            if name in merged:
-                raise ValueError(f"plugins: {plugin!r} defines the metric {name!r}, which exists already")
-            merged[name] = metric
-    return merged
+    return plugins.merged(METRICS, "METRICS", names)

@@ -4,12 +4,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
 from math import isfinite
-from typing import TYPE_CHECKING, Any, Literal
+from numbers import Real
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from pico_analyze import plugins
 
 if TYPE_CHECKING:
     from pico_analyze.components.matrix import Matrix
 
 Value = str | int | float
+Consumes = Literal["entries", "spectrum", "matrix", "pair"]
+
+
+class MetricError(ValueError):
+    """The function of a metric failed, or gave back no number: a mistake in it, not an undefined value."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +66,7 @@ class Metric:
 
     function: str
     """Import path, ``module:function``."""
-    consumes: Literal["entries", "spectrum", "matrix", "pair"]
+    consumes: Consumes
     """What the function is called with: `entries` the tensor of all entries, `spectrum` the tensor of
     singular values, `matrix` the Matrix, from which it takes what its parameters ask for, `pair` two of them,
     x and y, whose rows are the same samples."""
@@ -69,6 +77,11 @@ class Metric:
     parameters: Mapping[str, Parameter | Number] = field(default_factory=dict)
     kinds: tuple[str, ...] = ("weights", "activations", "gradients", "optimizer")
     """The kinds of tensors that it makes sense for."""
+
+    @property
+    def fits(self) -> tuple[str, ...]:
+        """The kinds of tensors that it takes: samples alone can be the same on both sides of a pair."""
+        return ("activations",) if self.consumes == "pair" else self.kinds
 
     def resolve(self, given: Mapping[str, Any]) -> dict[str, Value]:
         """All parameters with their values, defaults filled in.
@@ -93,6 +106,7 @@ class Metric:
 
         Raises:
             Undefined: There is no value, or it does not fit into a float64.
+            MetricError: The function raises anything else, or returns something else than a number.
         """
         from pico_analyze.components.matrix import Undefined
 
@@ -103,7 +117,24 @@ class Metric:
             arguments = tuple(matrix.entries() for matrix in matrices)
         elif self.consumes == "spectrum":
             arguments = tuple(matrix.spectrum().values for matrix in matrices)
-        value: float = measure(*arguments, **self.resolve(parameters))
+        try:
+            value = measure(*arguments, **self.resolve(parameters))
+        except (Undefined, MemoryError):
+            raise
+        except Exception as error:
+            raise MetricError(f"the metric failed: {type(error).__name__}: {error}") from error
+        if not isinstance(value, Real) or isinstance(value, bool):
+            raise MetricError(f"the metric failed: it gave back a {type(value).__name__}, not a float")
         if not isfinite(value):
             raise Undefined(f"the result is {value}, not a finite number")
-        return value
+        return value if isinstance(value, float) else float(value)
+
+    def problem(self) -> str | None:
+        """Why the metric cannot be used, None where it can; imports its function."""
+        if self.consumes not in get_args(Consumes):
+            return f"consumes is {self.consumes!r}, not one of {', '.join(get_args(Consumes))}"
+        try:
+            function = plugins.resolved(self.function)
+        except plugins.PluginError as error:
+            return f"function: {error}"
+        return None if callable(function) else f"function: {self.function!r} cannot be called"
