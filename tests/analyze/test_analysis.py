@@ -115,7 +115,7 @@ def test_a_row_says_everything(run_folder):
         "run": "demo", "run_id": "id-demo", "suite": None, "scale": 16_000,
         "weights_seed": 0, "data_seed": 1, "dropout_seed": 2, "step": 10, "tokens": 320,
         "split": "val", "kind": "activations", "component": "ov_circuit", "module": "attention", "layer": 1, "head": 0,
-        "metric": "cka", "parameters": '{"estimator": "debiased"}', "reference_run": "demo", "reference_step": 0,
+        "metric": "cka", "parameters": '{"estimator": "debiased", "kernel": "linear"}', "reference_run": "demo", "reference_step": 0,
         "value": 0, "n": 24, "d": 16, "dtype": "BF16+F32", "status": "ok", "reason": None,
         "content_hash": "", "reference_hash": "",
     }  # fmt: skip

@@ -96,13 +96,13 @@ class TestTable:
         assert get_metric("cka") is METRICS["cka"]
         with pytest.raises(ValueError, match=r"no metric 'ginni'; there are gini, .*; did you mean 'gini'\?"):
             get_metric("ginni")
-        with pytest.raises(ValueError, match=r"no metric 'xyzzy'; there are gini, hoyer, .*pwcca$"):
+        with pytest.raises(ValueError, match=r"no metric 'xyzzy'; there are gini, hoyer, .*mutual_knn$"):
             get_metric("xyzzy")
 
 
 class TestParameters:
     def test_defaults_are_filled_in(self):
-        assert METRICS["cka"].resolve({}) == {"estimator": "debiased"}
+        assert METRICS["cka"].resolve({}) == {"estimator": "debiased", "kernel": "linear"}
         assert METRICS["pwcca"].resolve({"weights_from": "y"}) == {"weights_from": "y"}
         assert METRICS["gini"].resolve({}) == {}
 

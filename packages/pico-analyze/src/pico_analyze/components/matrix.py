@@ -183,6 +183,17 @@ def centred(x: Tensor | Matrix, name: str) -> Tensor:
     return moved / scale
 
 
+def n_samples(a: Tensor, b: Tensor) -> int:
+    """The number of rows of both.
+
+    Raises:
+        Undefined: They differ.
+    """
+    if len(a) != len(b):
+        raise Undefined(f"{len(a)} samples of x, {len(b)} of y: they are not the same samples")
+    return len(a)
+
+
 def largest_magnitude(x: Tensor) -> float:
     """The largest |entry|.
 

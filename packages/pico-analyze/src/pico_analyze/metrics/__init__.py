@@ -145,19 +145,22 @@ METRICS: dict[str, Metric] = {
         kinds=("activations",),
     ),
     "cka": Metric(
-        function="pico_analyze.metrics.similarity:linear_cka",
+        function="pico_analyze.metrics.similarity:cka",
         consumes="pair",
-        summary="linear centred kernel alignment of two representations of the same samples",
+        summary="centred kernel alignment of two representations of the same samples",
         range="[-1, 1]; plug_in: [0, 1]",
         meaning="1 when the similarities between samples agree up to scale. Unchanged by rotations, "
         "scaling and shifts of the features, not by other linear maps: directions of large variance "
         "decide, so one outlier feature or sample can. Of unrelated features the debiased estimate "
         "scatters about 0, also below; the plug-in estimate rises towards 1 as samples become few against "
-        "features.",
-        parameters={"estimator": Parameter(("debiased", "plug_in"), default="debiased")},
+        "features. With kernel rbf near samples decide rather than far ones.",
+        parameters={
+            "estimator": Parameter(("debiased", "plug_in"), default="debiased"),
+            "kernel": Parameter(("linear", "rbf"), default="linear"),
+        },
     ),
     "pwcca": Metric(
-        function="pico_analyze.metrics.similarity:pwcca",
+        function="pico_analyze.metrics.cca:pwcca",
         consumes="pair",
         summary="mean canonical correlation of two representations, weighted by what one of them expresses",
         range="[0, 1]",
@@ -166,6 +169,58 @@ METRICS: dict[str, Metric] = {
         "features of k dimensions each already correlate by about sqrt(k/n), so it needs many more samples "
         "than features; it is flagged where some correlations are 1 whatever the data.",
         parameters={"weights_from": Parameter(("x", "y"), default="x")},
+    ),
+    "mean_cca": Metric(
+        function="pico_analyze.metrics.cca:mean_cca",
+        consumes="pair",
+        summary="mean canonical correlation of two representations of the same samples",
+        range="[0, 1]",
+        meaning="1 when the side of smaller rank is a linear function of the other. All directions count alike, also "
+        "those of tiny variance that are mostly noise. Unrelated features of k dimensions each already correlate by "
+        "about sqrt(k/n), so it needs many more samples than features; it is flagged where some correlations are 1 "
+        "whatever the data.",
+    ),
+    "svcca": Metric(
+        function="pico_analyze.metrics.cca:svcca",
+        consumes="pair",
+        summary="mean canonical correlation of the principal directions that hold most of the variance",
+        range="[0, 1]",
+        meaning="Like mean CCA, after the directions of least variance are dropped. The directions that are kept all "
+        "count alike, and their number changes over training, which moves the value on its own; a side with one "
+        "dominant direction is reduced to it.",
+        parameters={"variance": Number(0, 1, default=0.99)},
+    ),
+    "procrustes": Metric(
+        function="pico_analyze.metrics.similarity:procrustes",
+        consumes="pair",
+        summary="cosine between two representations after the best rotation of one onto the other",
+        range="[0, 1]",
+        meaning="1 when the samples form the same shape, whatever its position, size and orientation. Directions "
+        "count by their variance, less one-sidedly than in CKA. Of unrelated features it is well above 0 and rises "
+        "towards 1 as samples become few against features: compare with permuted samples.",
+    ),
+    "rsa": Metric(
+        function="pico_analyze.metrics.similarity:rsa",
+        consumes="pair",
+        summary="correlation of the distances between samples in two representations",
+        range="[-1, 1]",
+        meaning="1 when the same pairs of samples are near and far. Pairs that share a sample are not independent, so "
+        "the usual p-value of a correlation does not hold. A single outlying sample makes many large distances; "
+        "spearman limits what they do.",
+        parameters={"correlation": Parameter(("spearman", "pearson"), default="spearman")},
+    ),
+    "mutual_knn": Metric(
+        function="pico_analyze.metrics.similarity:mutual_knn",
+        consumes="pair",
+        summary="share of nearest neighbours that two representations have in common",
+        range="[0, 1]",
+        meaning="1 when every sample has the same k neighbours in both. It sees local structure alone, whatever the "
+        "large distances are. Unrelated features give k/(n - 1), so values of different n or k are not comparable; "
+        "of few samples it moves in coarse steps.",
+        parameters={
+            "k": Number(1, None, default=10),
+            "distance": Parameter(("cosine", "euclidean"), default="cosine"),
+        },
     ),
 }
 

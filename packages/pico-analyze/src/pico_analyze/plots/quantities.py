@@ -57,6 +57,11 @@ METRICS: dict[str, MetricWords] = {
     "intrinsic_dimension": MetricWords("intrinsic dimension"),
     "cka": MetricWords("CKA", limits=(0.0, 1.0)),
     "pwcca": MetricWords("PWCCA", limits=(0.0, 1.0)),
+    "mean_cca": MetricWords("mean CCA", limits=(0.0, 1.0)),
+    "svcca": MetricWords("SVCCA", limits=(0.0, 1.0)),
+    "procrustes": MetricWords("Procrustes similarity", limits=(0.0, 1.0)),
+    "rsa": MetricWords("representational similarity", limits=(0.0, 1.0)),
+    "mutual_knn": MetricWords("mutual nearest neighbours", limits=(0.0, 1.0)),
 }
 NORMS = {
     "frobenius": "Frobenius norm",
