@@ -494,7 +494,7 @@ def test_progress_and_plan_in_words(run_folder, caplog):
     settings = config(metric("gini", circuit()), metric("norm", norm_type="inf"), steps=[0, 1, 3])
     with caplog.at_level(logging.INFO):
         analyze(run_folder, settings, on_checkpoint=lambda *args: seen.append((*args[:3], len(args[3]))))
-    assert seen == [("demo step 0", 1, 3, 14), ("demo step 1", 2, 3, 13), ("demo step 3", 3, 3, 13)]
+    assert seen == [("demo step 3", 1, 3, 13), ("demo step 0", 2, 3, 14), ("demo step 1", 3, 3, 13)]
     assert "24 values computed, 0 kept from before, 12 missing" in caplog.text
     assert describe(plan([open_run(run_folder)], settings)) == [
         "gini of ov_circuit weights attention, layers 0, 1: 3 checkpoints, 30 values, 10 of them missing",

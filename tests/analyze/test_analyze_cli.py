@@ -2,6 +2,7 @@ import json
 import logging
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -153,6 +154,7 @@ def test_run_writes_the_table_and_says_where(run_folder, analysis):
     folder = Path("analysis_results/mine")
     assert sorted(path.name for path in folder.iterdir()) == [
         "analysis.log",
+        "computed.parquet",
         "config.yaml",
         "results.csv",
         "results.parquet",
@@ -194,6 +196,57 @@ def test_a_rerun_computes_only_what_is_missing(run_folder, analysis):
     assert "0 values computed, 2 kept from before" in narrower.stdout
     assert "6 earlier values are not asked for now" in narrower.stderr
     assert set(table()["step"]) == {10}
+
+
+def test_a_narrower_rerun_loses_nothing(run_folder, analysis):
+    call("run", analysis(GINI, CKA))
+    everything = table()
+    call("run", analysis(CKA), "steps=[0]")
+    assert set(table()["step"]) == {0}
+    assert set(table()["metric"]) == {"cka", "train_loss", "val_loss"}
+    assert len(pd.read_csv("analysis_results/mine/results.csv")) == len(table())
+    assert "0 values computed, 16 kept from before" in call("run", analysis(GINI, CKA)).stdout
+    pd.testing.assert_frame_equal(table(), everything)
+
+
+def test_the_store_holds_each_value_once_and_nothing_that_is_missing(run_folder, analysis):
+    for steps in ("[0, 5]", "[1]", "[0, 1, 5]"):
+        call("run", analysis(), f"steps={steps}")
+    store = results.read(Path("analysis_results/mine"), "computed")
+    assert list(zip(store["step"], store["layer"], store["status"], strict=True)) == [
+        (step, layer, "ok") for step in (0, 1) for layer in (0, 1)
+    ]
+
+
+def test_content_that_comes_back_is_taken_from_the_store(make_run, analysis):
+    """The value of a tensor stays known while another stands in its place."""
+    folder = make_run(steps=(0,))
+    call("run", analysis())
+    before = table()
+    shutil.rmtree(folder)
+    make_run(steps=(0,), seed=1)
+    assert "2 values computed, 0 kept" in call("run", "analysis.yaml").stdout
+    assert not table()["value"].equals(before["value"])
+    shutil.rmtree(folder)
+    make_run(steps=(0,))
+    assert "0 values computed, 2 kept" in call("run", "analysis.yaml").stdout
+    pd.testing.assert_frame_equal(table(), before)
+
+
+def test_the_store_survives_a_kill_while_it_is_written(run_folder, analysis, monkeypatch):
+    call("run", analysis(), "steps=[0]")
+    to_parquet = pd.DataFrame.to_parquet
+
+    def killed(frame, path, **options):
+        to_parquet(frame, path, **options)
+        path.write_bytes(path.read_bytes()[:100])
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pd.DataFrame, "to_parquet", killed)
+        call("run", "analysis.yaml", code=130)
+    assert set(table()["step"]) == {0}
+    assert "6 values computed, 2 kept" in call("run", "analysis.yaml").stdout
 
 
 @pytest.mark.parametrize("option", ["--config", "--config_path", None])
@@ -307,8 +360,9 @@ def test_work_is_written_now_and_then(run_folder, analysis, monkeypatch):
     write = results.write
     monkeypatch.setattr(results, "write", lambda frame, *more: written.append(len(frame)) or write(frame, *more))
     call("run", analysis())
-    assert len(written) == 4 + 2
-    assert written[:4] == sorted(set(written[:4]))
+    assert len(written) == 2 * 4 + 3  # the store and the table after each checkpoint; in the end the runs too
+    assert written[:8:2] == [2, 4, 6, 8]
+    assert written[1:8:2] == sorted(set(written[1:8:2]))
 
 
 def test_logging_is_left_as_it_was(run_folder, analysis):
@@ -400,9 +454,9 @@ def test_our_files_run(path, make_run):
 
 def test_an_unreadable_table_is_named(run_folder, analysis):
     call("run", analysis())
-    Path("analysis_results/mine/results.parquet").write_bytes(b"PAR1")
+    Path("analysis_results/mine/computed.parquet").write_bytes(b"PAR1")
     error = call("run", "analysis.yaml", code=2).stderr
-    assert "analysis_results/mine/results.parquet cannot be read" in error
+    assert "analysis_results/mine/computed.parquet cannot be read" in error
 
 
 def test_debug_shows_the_traceback(run_folder, analysis):

@@ -245,6 +245,15 @@ def test_the_same_plugin_twice(plugin):
         load_metrics([name, name])
 
 
+def test_two_files_of_one_name(plugin, folder):
+    plugin("largest_plugin", LARGEST)
+    (folder / "sub").mkdir()
+    (folder / "sub/largest_plugin.py").write_text(LARGEST.replace("NAME", "OTHER"))
+    with pytest.raises(PluginError, match=r"sub/largest_plugin\.py: there is another module largest_plugin; rename"):
+        load_metrics(["largest_plugin.py", "sub/largest_plugin.py"])
+    assert "OTHER" in load_metrics(["sub/largest_plugin.py"])  # one after the other is fine
+
+
 # ---- what goes wrong while it measures
 
 
@@ -286,6 +295,21 @@ def test_a_failed_metric_is_tried_again(run_folder, plugin):
     plugin("again_plugin", FAILING.replace("BODY", "pass"))
     again = analyze(run_folder, settings, previous=first)
     assert set(again.query("metric == 'fails'")["value"]) == {1.0}
+
+
+def test_a_changed_file_computes_its_own_values_again_and_no_others(run_folder, plugin):
+    plugins = [plugin("edited_plugin", LARGEST), plugin("other_plugin", TWICE)]
+    twice = SIMPLE | {"component_name": "twice"}
+    raw = {"runs": ["runs/demo"], "analysis_name": "mine", "plugins": plugins}
+    Path("analysis.yaml").write_text(yaml.safe_dump(raw | {"metrics": [metric("NAME"), metric("gini", twice)]}))
+    assert "16 values computed" in call("run", "analysis.yaml").stdout
+    assert "0 values computed, 16 kept" in call("run", "analysis.yaml").stdout
+    plugin("edited_plugin", LARGEST.replace("singular_values.max()", "singular_values.min()"))
+    assert "8 values computed, 8 kept" in call("run", "analysis.yaml").stdout
+    smallest = results.read(Path("analysis_results/mine")).query("metric == 'NAME'")["value"]
+    plugin("edited_plugin", LARGEST)  # as it was: its values are still known
+    assert "0 values computed, 16 kept" in call("run", "analysis.yaml").stdout
+    assert (results.read(Path("analysis_results/mine")).query("metric == 'NAME'")["value"] > smallest).all()
 
 
 @pytest.mark.parametrize(

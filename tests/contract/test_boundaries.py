@@ -44,6 +44,8 @@ ORDER = {
         "metrics",
         "results",
         "plan",
+        "measure",
+        "spread",
         "analysis",
         "plots",
         "run",

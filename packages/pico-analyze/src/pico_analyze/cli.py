@@ -5,6 +5,7 @@ Nothing slow is imported before it is needed.
 
 import json
 import logging
+import os
 import shutil
 import sys
 import textwrap
@@ -19,6 +20,8 @@ import click
 if TYPE_CHECKING:
     from pico_analyze.config import AnalysisConfig
     from pico_analyze.run import Outcome
+
+ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "VECLIB_MAXIMUM_THREADS")
 
 Command = Callable[..., None]
 
@@ -83,9 +86,21 @@ def main() -> None:
 )
 @click.option("--dry-run", is_flag=True, help="Print what would be measured; compute nothing.")
 @click.option("--strict", is_flag=True, help="Exit with 3 when values are missing.")
+@click.option(
+    "--jobs",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    help="Processes that share the checkpoints; each uses one core and holds one checkpoint. The table is the same.",
+)
 @reports_errors
 def run(
-    words: tuple[str, ...], config_path: Path | None, run_paths: tuple[str, ...], dry_run: bool, strict: bool
+    words: tuple[str, ...],
+    config_path: Path | None,
+    run_paths: tuple[str, ...],
+    dry_run: bool,
+    strict: bool,
+    jobs: int,
 ) -> None:
     """Measure what the YAML file CONFIG asks for, and write one table; computes only what is missing.
 
@@ -93,12 +108,14 @@ def run(
     was asked for is wrong, 3 values are missing under --strict, 1 any other failure.
     """
     config = _load(words, config_path, run_paths)
+    if "torch" not in sys.modules:  # libraries read it once: the numbers shall not depend on the number of cores
+        os.environ |= dict.fromkeys(ONE_THREAD, "1")
     from pico_analyze import run as composition  # torch and pandas take seconds
 
     if dry_run:
         click.echo("\n".join(composition.dry_run(config)))
         return
-    outcome = composition.run_analysis(config)
+    outcome = composition.run_analysis(config, jobs)
     _print_outcome(outcome)
     if strict and outcome.n_missing:
         sys.exit(3)

@@ -8,11 +8,12 @@ cannot be had.
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from pico_analyze.checkpoint.format import Kind, Manifest, Split
 from pico_analyze.checkpoint.reader import Run, list_steps
 from pico_analyze.components import (
+    COMPONENTS,
     Component,
     ComponentError,
     ComponentInfo,
@@ -21,7 +22,8 @@ from pico_analyze.components import (
     load_components,
 )
 from pico_analyze.config import AnalysisConfig, ComponentEntry, MetricEntry
-from pico_analyze.metrics import Metric, get_metric, load_metrics
+from pico_analyze.metrics import METRICS, Metric, get_metric, load_metrics
+from pico_analyze.plugins import code_hash
 from pico_analyze.results import canonical, row_parameters
 
 
@@ -51,6 +53,7 @@ class Measurement:
     row_parameters: str
     source: Source
     target: int | Literal["last"] | None
+    plugins: tuple[str, ...]  # the import paths of the metric and the component, where they are not ours
 
     def reference_step(self, run: Run) -> int | None:
         """The step of ``run`` that each step is compared with."""
@@ -65,20 +68,6 @@ class Cell:
     very same tensors, if there is one.
     """
 
-    IDENTITY: ClassVar = (
-        "run_id",
-        "step",
-        "split",
-        "kind",
-        "component",
-        "module",
-        "layer",
-        "metric",
-        "parameters",
-        "reference_run",
-        "reference_step",
-    )
-
     run: Run
     step: int
     measurement: Measurement
@@ -89,7 +78,7 @@ class Cell:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """What tells this cell from all others, whatever its content: the columns `IDENTITY` of the table."""
+        """What tells this cell from all others, whatever its content: the columns `results.IDENTITY`."""
         source = self.measurement.source
         reference_step = self.measurement.reference_step(self.run)
         return (
@@ -147,6 +136,16 @@ def plan(runs: Sequence[Run], config: AnalysisConfig) -> list[Cell]:
         for cell in _cells(run, config, measurements, selections):
             cells.setdefault(cell.key, cell)
     return list(cells.values())
+
+
+def code_hashes(cells: Sequence[Cell]) -> dict[tuple[str, str], str]:
+    """The hash of the source behind each (metric, component) of which one comes from a plugin."""
+    measurements = {id(cell.measurement): cell.measurement for cell in cells}.values()
+    return {
+        (measurement.metric_name, measurement.source.name): "+".join(map(code_hash, measurement.plugins))
+        for measurement in measurements
+        if measurement.plugins
+    }
 
 
 def describe(cells: Sequence[Cell]) -> list[str]:
@@ -240,6 +239,14 @@ def _measurement(
         row_parameters=row_parameters(entry, component, metrics),
         source=source,
         target=entry.target_checkpoint,
+        plugins=tuple(
+            path
+            for path, theirs in (
+                (metric.function, entry.metric_name not in METRICS),
+                (info.path, component.component_name not in COMPONENTS),
+            )
+            if theirs
+        ),
     )
 
 

@@ -27,6 +27,11 @@ class Entry(Protocol):
 
 E = TypeVar("E", bound=Entry)
 
+
+class PluginFile(ModuleType):
+    """A file of a user, loaded as a module."""
+
+
 TABLES = ("METRICS", "COMPONENTS")
 
 
@@ -38,8 +43,11 @@ def merged(ours: Mapping[str, E], table_name: str, plugins: Sequence[str]) -> di
     """
     whole = dict(ours)
     kind = type(next(iter(ours.values())))
+    modules: dict[str, ModuleType] = {}
     for plugin in plugins:
         module = load(plugin)
+        if modules.setdefault(module.__name__, module).__file__ != module.__file__:
+            raise PluginError(f"plugins: {plugin}: there is another module {module.__name__}; rename the file")
         if not any(hasattr(module, name) for name in TABLES):
             raise PluginError(f"plugins: {plugin} has no table {' or '.join(TABLES)}: a dict, name to entry")
         table = getattr(module, table_name, {})
@@ -73,7 +81,7 @@ def load(plugin: str) -> ModuleType:
         if not plugin.endswith(".py"):
             return import_module(plugin)
         path = Path(plugin).expanduser().resolve()
-        module = ModuleType(path.stem)
+        module = PluginFile(path.stem)
         module.__file__ = str(path)
         code = compile(path.read_bytes(), str(path), "exec")
         _refuse_a_taken_name(plugin, module)
@@ -106,7 +114,7 @@ def _refuse_a_taken_name(plugin: str, module: ModuleType) -> None:
     if not name.isidentifier():
         raise PluginError(f"plugins: {plugin}: the name of the file must be that of a module, such as my_metrics.py")
     if name in sys.modules:
-        taken = getattr(sys.modules[name], "__file__", None) != module.__file__
+        taken = not isinstance(sys.modules[name], PluginFile)
     else:
         spec = find_spec(name)
         taken = spec is not None and spec.origin != module.__file__

@@ -51,6 +51,11 @@ COLUMNS: dict[str, str] = {
     "reference_hash": "string",
 }
 
+# The store of everything that was ever computed has one column more.
+STORE_COLUMNS: dict[str, str] = COLUMNS | {
+    "code_hash": "string",  # of the plugins that computed the value, null for what is ours
+}
+
 RUN_COLUMNS: dict[str, str] = {
     "run": "string",
     "run_id": "string",
@@ -76,6 +81,9 @@ RUN_COLUMNS: dict[str, str] = {
     "config_hash": "string",
     "steps": "string",  # JSON list
 }
+
+
+TABLES = {"results": COLUMNS, "runs": RUN_COLUMNS, "computed": STORE_COLUMNS}
 
 
 def canonical(parameters: Mapping[str, Any]) -> str:
@@ -124,13 +132,16 @@ def runs_table(runs: Sequence[Run]) -> pd.DataFrame:
 def write(frame: pd.DataFrame, folder: Path, name: str = "results") -> None:
     """Write ``<name>.parquet`` and ``<name>.csv`` into ``folder``: each appears complete or stays as it was.
 
+    The store, ``computed``, is for rerunning, not for reading: it has no CSV.
+
     A missing value is null in the Parquet file and an empty field in the CSV file, which never holds ``nan``.
     """
     assert not any(math.isinf(value) for value in frame.get("value", ())), "an infinite value"
     frame = frame.copy(deep=False)
     frame.attrs = {}  # pandas would store them in the Parquet file
     _replace(folder / f"{name}.parquet", lambda path: frame.to_parquet(path, index=False))
-    _replace(folder / f"{name}.csv", lambda path: frame.to_csv(path, index=False, lineterminator="\n"))
+    if name != "computed":
+        _replace(folder / f"{name}.csv", lambda path: frame.to_csv(path, index=False, lineterminator="\n"))
 
 
 def _replace(path: Path, write_to: Callable[[Path], object]) -> None:
@@ -154,7 +165,7 @@ def read(folder: Path, name: str = "results") -> pd.DataFrame:
         ResultsError: there is none, it cannot be read, or it lacks columns.
     """
     path = folder / f"{name}.parquet"
-    columns = RUN_COLUMNS if name == "runs" else COLUMNS
+    columns = TABLES[name]
     if not path.is_file():
         raise ResultsError(f"{path} does not exist; pico-analyze run writes it")
     try:
@@ -165,6 +176,45 @@ def read(folder: Path, name: str = "results") -> pd.DataFrame:
     if lacking:
         raise ResultsError(f"{path} lacks the columns {', '.join(lacking)}; remove it and run the analysis again")
     return frame[list(columns)].astype(columns)
+
+
+# ---- the store of everything that was ever computed
+
+# What tells a row of results from all others, whatever its content.
+IDENTITY = (
+    "run_id",
+    "step",
+    "split",
+    "kind",
+    "component",
+    "module",
+    "layer",
+    "metric",
+    "parameters",
+    "reference_run",
+    "reference_step",
+)
+CONTENT = ("dtype", "content_hash", "reference_hash")
+
+
+def extended(store: pd.DataFrame | None, frame: pd.DataFrame, code: Mapping[tuple[str, str], str]) -> pd.DataFrame:
+    """The store with the measured values of ``frame`` added; of the same value by the same code the newer stays.
+
+    ``code`` is the hash behind a (metric, component) of plugins.
+    """
+    measured = frame[frame["kind"].ne("training") & frame["status"].isin(["ok", "flagged", "undefined"])]
+    hashes = [code.get(pair) for pair in zip(measured["metric"], measured["component"], strict=True)]
+    measured = measured.assign(code_hash=pd.array(hashes, dtype="string"))
+    if store is not None and len(store):
+        measured = pd.concat([store, measured], ignore_index=True)
+    return measured.drop_duplicates([*IDENTITY, "head", *CONTENT, "code_hash"], keep="last", ignore_index=True)
+
+
+def still_valid(store: pd.DataFrame, code: Mapping[tuple[str, str], str]) -> pd.DataFrame:
+    """The rows of the store that the code of now would compute again."""
+    pairs = zip(store["metric"], store["component"], strict=True)
+    now = pd.Series([code.get(pair, "") for pair in pairs], index=store.index, dtype="string")
+    return store[store["code_hash"].fillna("").eq(now)]
 
 
 # ---- the files of the published pico-analyze

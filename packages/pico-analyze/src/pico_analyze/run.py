@@ -9,7 +9,7 @@ import logging
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -24,10 +24,12 @@ from pico_analyze.analysis import analyze, describe, open_runs, plan
 from pico_analyze.checkpoint.reader import Run
 from pico_analyze.config import AnalysisConfig, ConfigError, not_built_yet
 from pico_analyze.metrics import load_metrics
+from pico_analyze.plan import code_hashes
 
 log = logging.getLogger("pico_analyze")
 
 LOG_FILE = "analysis.log"
+STORE = "computed"
 WRITE_EVERY_S = 60.0  # so much work is lost at most when the process is killed
 
 
@@ -58,11 +60,12 @@ class Outcome:
         return [(status, reason, n) for (status, reason), n in counts.most_common()]
 
 
-def run_analysis(config: AnalysisConfig) -> Outcome:
+def run_analysis(config: AnalysisConfig, jobs: int = 1) -> Outcome:
     """Measure what ``config`` asks for on its runs, and write it; an interrupted or finished analysis is continued.
 
-    The table holds what ``config`` asks for now: an earlier value that it no longer asks for is left out, and
-    logged. On Ctrl-C, or any failure, what was computed until then is written before the error goes on.
+    The table holds what ``config`` asks for now. Whatever was ever computed into the folder stays in ``computed.parquet``,
+    from which later starts take what still holds. On Ctrl-C, or any failure, what was computed until then is written before
+    the error goes on. ``jobs`` processes share the checkpoints; the table does not depend on their number.
 
     Raises:
         ConfigError: the configuration asks for nothing, for what is not built yet, or for a folder that holds
@@ -75,16 +78,19 @@ def run_analysis(config: AnalysisConfig) -> Outcome:
     runs = runs_of(config)
     folder = folder_of(config, runs)
     cells = plan(runs, config)  # refuses before anything is written
-    previous = _previous(folder)
+    code = code_hashes(cells)
+    store = results.read(folder, STORE) if (folder / f"{STORE}.parquet").is_file() else None
     folder.mkdir(parents=True, exist_ok=True)
     with _logging_to(folder / LOG_FILE):
         (folder / "config.yaml").write_text(config.to_yaml(), encoding="utf-8")
         n_values = sum(len(cell.selection.heads) for cell in cells)
         names = ", ".join(run.name for run in runs)
         log.info("pico-analyze %s: %s values of %s, into %s", version("pico-analyze"), f"{n_values:,}", names, folder)
-        table = _measure(runs, config, previous, folder)
-        if n_left_out := _n_left_out(previous, table.attrs["kept"]):
-            log.info("%s earlier values are not asked for now, or are of other content, and left out", n_left_out)
+        table = _measure(runs, config, store, code, folder, jobs)
+        if n_more := 0 if store is None else len(store) - table.attrs["kept"]:
+            log.info(
+                "%s earlier values are not asked for now, or no longer hold; they stay in %s.parquet", n_more, STORE
+            )
         results.write(table, folder)
         results.write(results.runs_table(runs), folder, "runs")
         if config.write_json is not None:
@@ -155,40 +161,44 @@ def folder_of(config: AnalysisConfig, runs: Sequence[Run]) -> Path:
     return folder
 
 
-def _previous(folder: Path) -> pd.DataFrame | None:
-    """The table that an earlier start has left in ``folder``."""
-    return results.read(folder) if (folder / "results.parquet").is_file() else None
-
-
-def _measure(runs: Sequence[Run], config: AnalysisConfig, previous: pd.DataFrame | None, folder: Path) -> pd.DataFrame:
+def _measure(
+    runs: Sequence[Run],
+    config: AnalysisConfig,
+    store: pd.DataFrame | None,
+    code: Mapping[tuple[str, str], str],
+    folder: Path,
+    jobs: int,
+) -> pd.DataFrame:
     """The table, with a sign of life for each checkpoint; until it is complete, what there is of it is written."""
-    done: list[Mapping[str, Any]] = []
+    order = {run.identity.run_id: place for place, run in enumerate(runs)}
+    done: list[Sequence[Mapping[str, Any]]] = []
     written_at = time.monotonic()
 
     def write_partial() -> None:
-        partial = results.table(done)
-        if previous is not None:
-            here = ["run_id", "step"]
-            elsewhere = ~previous.set_index(here).index.isin(partial.set_index(here).index)
-            partial = pd.concat([partial, previous[elsewhere]], ignore_index=True)
+        done.sort(key=lambda rows: (order[rows[0]["run_id"]], rows[0]["step"]))
+        partial = results.table(row for rows in done for row in rows)
+        results.write(results.extended(store, partial, code), folder, STORE)
         results.write(partial, folder)
 
     with _progress() as show:
 
-        def on_checkpoint(name: str, n_done: int, n_all: int, rows: Iterable[Mapping[str, Any]]) -> None:
+        def on_checkpoint(name: str, n_done: int, n_all: int, rows: Sequence[Mapping[str, Any]]) -> None:
             nonlocal written_at
             show(name, n_done, n_all)
-            done.extend(rows)
+            done.append(rows)
             if time.monotonic() - written_at > WRITE_EVERY_S:
                 write_partial()
                 written_at = time.monotonic()
 
+        previous = None if store is None else results.still_valid(store, code)
         try:
-            return analyze(runs, config, previous, on_checkpoint)
+            table = analyze(runs, config, previous, on_checkpoint, jobs)
+            results.write(results.extended(store, table, code), folder, STORE)
+            return table
         except BaseException:  # Ctrl-C too
             if done:
                 write_partial()
-                log.warning("stopped: %s rows are kept in %s", f"{len(done):,}", folder)
+                log.warning("stopped: %s rows are kept in %s", f"{sum(map(len, done)):,}", folder)
             raise
 
 
@@ -206,14 +216,6 @@ def _progress() -> Iterator[Callable[[str, int, int], None]]:
                 log.info("%d of %d checkpoints: %s", n_done, n_all, name)
 
         yield show
-
-
-def _n_left_out(previous: pd.DataFrame | None, n_kept: int) -> int:
-    """How many values an earlier table holds that were not taken over."""
-    if previous is None:
-        return 0
-    measured = previous["kind"].ne("training") & previous["status"].ne("missing")
-    return int(measured.sum()) - n_kept
 
 
 @contextmanager

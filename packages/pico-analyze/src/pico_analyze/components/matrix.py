@@ -26,7 +26,7 @@ about 1e-16 of the largest one, hence the smallest singular value by 1e-16 condi
 2e-7 at this limit and 3e-6 at ten times it."""
 
 
-class Undefined(ValueError):
+class Undefined(ValueError):  # an outcome of a measurement, not a mistake
     """A measure has no value on this input; the text is the reason that goes into the result row."""
 
     @property
