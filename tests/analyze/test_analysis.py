@@ -115,7 +115,7 @@ def test_a_row_says_everything(run_folder):
         "run": "demo", "run_id": "id-demo", "suite": None, "scale": 16_000,
         "weights_seed": 0, "data_seed": 1, "dropout_seed": 2, "step": 10, "tokens": 320,
         "split": "val", "kind": "activations", "component": "ov_circuit", "module": "attention", "layer": 1, "head": 0,
-        "metric": "cka", "parameters": '{"estimator": "debiased"}', "reference_run": "demo", "reference_step": 0,
+        "metric": "cka", "parameters": '{"estimator": "debiased", "kernel": "linear"}', "reference_run": "demo", "reference_step": 0,
         "value": 0, "n": 24, "d": 16, "dtype": "BF16+F32", "status": "ok", "reason": None,
         "content_hash": "", "reference_hash": "",
     }  # fmt: skip
@@ -401,6 +401,14 @@ def test_a_step_that_vanishes_is_not_kept(run_folder):
             "does not fit weights; what fits: gini, hoyer, per, condition_number, norm",
         ),
         (
+            metric("intrinsic_dimension", simple("weights")),
+            "measures activations and does not fit weights; what fits: gini",
+        ),
+        (
+            metric("dead_units", simple("activations"), options={"tolerance": -1}),
+            "tolerance: -1 is not allowed; needed: a number from 0 to 1",
+        ),
+        (
             metric("pwcca", simple("activations"), split="train", target_checkpoint=0),
             "the same samples at every step.*data_split: val",
         ),
@@ -430,6 +438,16 @@ def test_all_problems_at_once(run_folder):
     assert len(lines) == 5
     for line, words in zip(lines[1:], ("steps: none of those", "ginni", "layers", "'mlp'"), strict=True):
         assert words in line
+
+
+def test_equal_parameters_are_one_cell(run_folder):
+    """However a number is written, it is the same measurement."""
+    entries = [
+        metric("dead_units", simple("activations"), options=options)
+        for options in ({}, {"tolerance": 1e-6}, {"tolerance": 0}, {"tolerance": 0.0})
+    ]
+    frame = measured(analyze(run_folder, config(*entries, steps=[0])))
+    assert frame["parameters"].value_counts().to_dict() == {'{"tolerance": 1e-06}': 2, '{"tolerance": 0.0}': 2}
 
 
 def test_a_run_without_activations(make_run):

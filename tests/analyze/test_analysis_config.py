@@ -94,6 +94,21 @@ def test_own_parameters_of_cka_and_pwcca(load):
     assert pwcca.parameters == {"weights_from": "y"}
 
 
+def test_parameters_without_a_key_of_their_own(load, problems):
+    text = GOOD.replace("norm_type: nuclear", "options: {k: 10, centre: columns, discard: 0.1}")
+    text = text.replace("metric_name: norm", "metric_name: made_up")
+    entry = load(text).metrics[0]
+    assert entry.parameters == {"k": 10, "centre": "columns", "discard": 0.1}
+    assert type(entry.parameters["k"]) is int
+    assert load(text, "metrics.0.options.k=20").metrics[0].parameters["k"] == 20
+    (line,) = problems(text.replace("k: 10", "estimator: debiased"))
+    assert line.startswith('metrics.0.options: "estimator" is a key of its own: write estimator beside metric_name')
+    for value in ("[1]", "null", "{a: b}"):
+        (line,) = problems(text.replace("k: 10", f"k: {value}"))
+        assert line.startswith("metrics.0.options: ")
+        assert line.endswith("allowed: a mapping of text to text, or a whole number, or a number")
+
+
 def test_to_yaml_reads_back_equal(load):
     for text in (GOOD, "", 'analysis_name: "12"\nruns: ["3e-4", "null", "2026-01-01", "true"]\n'):
         config = load(text)

@@ -282,7 +282,7 @@ def test_dry_run_writes_nothing(run_folder, analysis):
     assert output == [
         "run demo: 4 checkpoints in runs/demo",
         "gini of simple weights swiglu.w_2, layers 0, 1: 2 checkpoints, 4 values, 2 of them missing",
-        'cka {"estimator": "debiased"} of simple activations swiglu.w_2 (val), layers 0, 1: '
+        'cka {"estimator": "debiased", "kernel": "linear"} of simple activations swiglu.w_2 (val), layers 0, 1: '
         "2 checkpoints, 4 values, 2 of them missing",
         "8 values, into analysis_results/mine",
     ]

@@ -3,13 +3,14 @@ import math
 
 import numpy as np
 import pytest
+import scipy.stats
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from pico_analyze.components.matrix import Undefined
-from pico_analyze.metrics.sparsity import gini, hoyer
+from pico_analyze.metrics.sparsity import gini, hoyer, kurtosis
 
 magnitudes = st.just(0.0) | st.floats(1e-6, 1e6)
 not_all_zero = arrays(np.float64, st.integers(2, 30), elements=magnitudes).filter(np.any)
@@ -128,6 +129,59 @@ class TestHoyer:
     def test_extreme_scales(self, scale):
         x = torch.tensor([0.0, 3.0, 4.0, 0.0], dtype=torch.float64)
         assert hoyer(x * scale) == pytest.approx(2 - 7 / 5, rel=1e-3)
+
+
+class TestKurtosis:
+    @pytest.mark.parametrize(
+        ("x", "value"),
+        [
+            ([1.0, -1.0], -2.0),
+            ([5.0, 5.0, 7.0, 7.0], -2.0),
+            ([[0, 1], [0, 0]], 4 - 2 + 1 / 3 - 3),  # one of n differs: n - 2 + 1/(n - 1) - 3
+            ([-2.0, 0.0, 0.0, 2.0], 8 / 2**2 - 3),
+        ],
+    )
+    def test_worked_by_hand(self, x, value):
+        assert kurtosis(torch.tensor(x)) == pytest.approx(value, rel=1e-12)
+
+    def test_known_distributions(self):
+        uniform = (torch.arange(100_000) + 0.5) / 100_000
+        assert kurtosis(uniform) == pytest.approx(-1.2, abs=1e-6)
+        assert kurtosis(stored(1000, 1000)) == pytest.approx(0, abs=0.02)
+
+    @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int32])
+    def test_equals_scipy(self, dtype):
+        x = (100 * stored(300, 400)).to(dtype)
+        assert kurtosis(x) == pytest.approx(scipy.stats.kurtosis(x.double().numpy(), axis=None), rel=1e-10)
+
+    @settings(max_examples=50)
+    @given(x=not_all_zero, seed=st.integers(0, 99), scale=st.floats(1e-30, 1e30))
+    def test_unchanged_by_scale_sign_and_order(self, x, seed, scale):
+        if x.min() == x.max():
+            return
+        value = kurtosis(torch.from_numpy(x))
+        assert -2 <= value <= len(x) - 2 + 1 / (len(x) - 1) - 3 + 1e-9
+        moved = np.random.default_rng(seed).permutation(x) * -scale
+        assert kurtosis(torch.from_numpy(moved)) == pytest.approx(value, rel=1e-6, abs=1e-9)
+
+    def test_shifts(self):
+        x = stored(500)
+        assert kurtosis(x + 100) == pytest.approx(kurtosis(x), rel=1e-9)
+
+    @pytest.mark.parametrize("constant", [0.0, 0.1, 1e300])
+    @pytest.mark.parametrize("n", [1, 2, 7, 200_000])
+    def test_equal_entries_are_undefined(self, n, constant):
+        with pytest.raises(Undefined, match="all entries are equal"):
+            kurtosis(torch.full((n,), constant, dtype=torch.float64))
+
+    @pytest.mark.parametrize("scale", [1e-300, 1e300])
+    def test_extreme_scales(self, scale):
+        x = torch.tensor([-2.0, 0.0, 0.0, 2.0], dtype=torch.float64)
+        assert kurtosis(x * scale) == pytest.approx(-1, rel=1e-9)
+
+    def test_not_finite(self):
+        with pytest.raises(Undefined, match="1 of 2 entries are not finite"):
+            kurtosis(torch.tensor([1.0, math.nan]))
 
 
 @pytest.mark.parametrize("measure", [gini, hoyer])

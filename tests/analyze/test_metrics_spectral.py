@@ -2,12 +2,21 @@ import math
 
 import numpy as np
 import pytest
+import scipy.stats
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pico_analyze.components.matrix import Matrix, Undefined
-from pico_analyze.metrics.spectral import condition_number, norm, per
+from pico_analyze.metrics.spectral import (
+    condition_number,
+    effective_rank,
+    norm,
+    participation_ratio,
+    per,
+    spectral_entropy,
+    stable_rank,
+)
 
 NORMS = ("frobenius", "nuclear", "spectral", "inf", "inf_operator")
 
@@ -109,6 +118,76 @@ class TestConditionNumber:
         )
 
 
+class TestRanks:
+    @pytest.mark.parametrize("measure", [stable_rank, effective_rank, participation_ratio])
+    def test_counts_equal_directions(self, measure):
+        for k in range(1, 6):
+            x = torch.diag(torch.tensor([3.0] * k + [0.0] * (6 - k)))
+            counted = measure(x) if measure is participation_ratio else measure(spectrum(x))
+            assert counted == pytest.approx(k, rel=1e-12)
+        with pytest.raises(Undefined, match="all singular values are zero"):
+            measure(torch.zeros(3, 3) if measure is participation_ratio else torch.zeros(3))
+
+    def test_by_hand(self):
+        x = torch.diag(torch.tensor([2.0, 1.0, 1.0]))
+        assert stable_rank(spectrum(x)) == pytest.approx(1.5)
+        assert participation_ratio(x) == pytest.approx(36 / 18)
+        assert effective_rank(spectrum(x)) == pytest.approx(2**1.5)  # entropy of 1/2, 1/4, 1/4 is 1.5 bits
+        # Shares of energy 4/6, 1/6, 1/6.
+        entropy = -(2 / 3) * math.log(2 / 3) - (1 / 3) * math.log(1 / 6)
+        assert spectral_entropy(spectrum(x)) == pytest.approx(entropy / math.log(3))
+
+    @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int16])
+    @pytest.mark.parametrize("shape", [(12, 12), (20, 7), (7, 20)])
+    def test_second_formula(self, dtype, shape):
+        x = (10 * normal(*shape)).to(dtype)
+        a = x.double().numpy()
+        s = np.linalg.svd(a, compute_uv=False)
+        assert stable_rank(spectrum(x)) == pytest.approx(
+            (np.linalg.norm(a, "fro") / np.linalg.norm(a, 2)) ** 2, rel=1e-12
+        )
+        assert participation_ratio(x) == pytest.approx(np.sum(a * a) ** 2 / np.sum((a @ a.T) ** 2), rel=1e-12)
+        covariance = np.linalg.eigvalsh(np.cov(a, rowvar=False))
+        assert participation_ratio(x, "columns") == pytest.approx(
+            covariance.sum() ** 2 / (covariance**2).sum(), rel=1e-12
+        )
+        assert effective_rank(spectrum(x)) == pytest.approx(math.exp(scipy.stats.entropy(s)), rel=1e-12)
+        expected = scipy.stats.entropy(s**2, base=len(s))
+        assert spectral_entropy(spectrum(x)) == pytest.approx(expected, rel=1e-12)
+
+    def test_per_is_the_share(self):
+        values = spectrum(normal(9, 14))
+        assert effective_rank(values) == pytest.approx(9 * per(values), rel=1e-14)
+
+    def test_limits_stay_in_range(self):
+        for n in range(2, 200):
+            values = torch.full((n,), 0.1, dtype=torch.float64)
+            assert n - 1e-9 < effective_rank(values) <= n
+            assert 1 - 1e-12 < spectral_entropy(values) <= 1
+        one = torch.tensor([0.3, 0.0])
+        assert (effective_rank(one), stable_rank(one), spectral_entropy(one)) == (1, 1, 0)
+        with pytest.raises(Undefined, match="a single singular value"):
+            spectral_entropy(torch.tensor([2.0]))
+
+    def test_centring(self):
+        x = normal(30, 6)
+        assert participation_ratio(x + 1e3) == pytest.approx(1, abs=1e-3)  # the mean is the only direction
+        assert participation_ratio(x + 1e3, "columns") == pytest.approx(participation_ratio(x, "columns"), rel=1e-9)
+        with pytest.raises(Undefined, match="every feature of x is constant"):
+            participation_ratio(torch.full((5, 3), 0.1), "columns")
+        with pytest.raises(Undefined, match="every feature of x is constant"):
+            participation_ratio(torch.ones(1, 3), "columns")
+        with pytest.raises(ValueError, match="centre: 'rows' is not allowed"):
+            participation_ratio(x, "rows")
+
+    @pytest.mark.parametrize("centre", ["none", "columns"])
+    def test_products_are_never_formed(self, centre, monkeypatch):
+        product = Matrix.product(normal(12, 3), normal(3, 10, seed=1))
+        expected = participation_ratio(product.entries(), centre)
+        monkeypatch.setattr(Matrix, "entries", None)
+        assert participation_ratio(product, centre) == pytest.approx(expected, rel=1e-12)
+
+
 class TestNorm:
     def test_worked_by_hand(self):
         x = torch.tensor([[1.0, 2.0], [3.0, -4.0]])
@@ -199,7 +278,7 @@ class TestNorm:
 def test_invariances(m, n, seed, scale):
     x = normal(m, n, seed=seed)
     rotated = orthogonal(m, seed + 1) @ x @ orthogonal(n, seed + 2)
-    for measure in (per, condition_number):
+    for measure in (per, condition_number, stable_rank, effective_rank):
         value = measure(spectrum(x))
         for other in (x * scale, x.T, rotated, x.flip(0), x.flip(1)):
             assert measure(spectrum(other)) == pytest.approx(value, rel=1e-6)
@@ -212,6 +291,22 @@ def test_invariances(m, n, seed, scale):
         assert norm(x * -scale, norm_type) == pytest.approx(value * scale, rel=1e-10)
         assert norm(x.flip(0), norm_type) == pytest.approx(value, rel=1e-12)
         assert norm(x.flip(1), norm_type) == pytest.approx(value, rel=1e-12)
+
+
+@settings(max_examples=25, deadline=None)
+@given(m=st.integers(2, 10), n=st.integers(2, 10), seed=st.integers(0, 99))
+def test_ranks_are_ordered(m, n, seed):
+    """Rényi entropies of one distribution fall with their order: exp(H_1), exp(H_2), exp(H_inf) of the energies."""
+    x = normal(m, n, seed=seed)
+    rank, k = effective_rank(spectrum(x)), min(m, n)
+    energy_rank = math.exp(spectral_entropy(spectrum(x)) * math.log(k))
+    assert 1 <= stable_rank(spectrum(x)) <= participation_ratio(x) * (1 + 1e-12)
+    assert participation_ratio(x) <= energy_rank * (1 + 1e-12)
+    assert energy_rank <= rank * (1 + 1e-12)
+    assert rank <= k
+    rotated = orthogonal(m, seed + 1) @ x @ orthogonal(n, seed + 2)
+    assert participation_ratio(rotated) == pytest.approx(participation_ratio(x), rel=1e-9)
+    assert spectral_entropy(spectrum(rotated)) == pytest.approx(spectral_entropy(spectrum(x)), rel=1e-9)
 
 
 @settings(max_examples=25, deadline=None)

@@ -132,7 +132,7 @@ def test_the_table_of_runs(make_run, make_shape, tmp_path):
 
 def test_parameters_spell_out_defaults():
     entry = config(metric("cka", SIMPLE | {"data_type": "activations"}, target_checkpoint=0)).metrics[0]
-    assert row_parameters(entry, entry.components[0]) == '{"estimator": "debiased"}'
+    assert row_parameters(entry, entry.components[0]) == '{"estimator": "debiased", "kernel": "linear"}'
     entry = config(metric("norm", CIRCUIT | {"order": "pico_v0"}, norm_type="inf")).metrics[0]
     assert row_parameters(entry, entry.components[0]) == '{"norm_type": "inf", "order": "pico_v0"}'
 

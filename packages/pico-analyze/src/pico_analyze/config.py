@@ -104,13 +104,15 @@ class MetricEntry(Section):
         None,
         description="side that weighs the correlations, only for pwcca: x = the step, y = the target; null = x",
     )
-    options: dict[str, Text] = Field({}, description="parameters of a metric that comes from plugins, name to value")
+    options: dict[str, str | int | float] = Field(
+        {}, description="parameters of the metric that have no key of their own, name to value, e.g. {k: 20}"
+    )
 
     @property
-    def parameters(self) -> dict[str, str]:
+    def parameters(self) -> dict[str, str | int | float]:
         """The metric's own parameters that are given; what it is compared with is not one of them."""
         own = {"norm_type": self.norm_type, "estimator": self.estimator, "weights_from": self.weights_from}
-        return {name: value for name, value in own.items() if value is not None} | self.options
+        return {**self.options, **{name: value for name, value in own.items() if value is not None}}
 
     def problems(self) -> Iterator[Problem]:
         """Each metric has its own keys; an entry measures something; captured tensors have a split."""

@@ -50,7 +50,7 @@ class Measurement:
 
     metric_name: str
     metric: Metric
-    parameters: Mapping[str, str]
+    parameters: Mapping[str, str | int | float]
     row_parameters: str
     source: Source
     target: int | Literal["last"] | None
@@ -216,9 +216,10 @@ def _measurement(
     if metric.consumes != "pair" and entry.target_checkpoint is not None:
         pairs = ", ".join(name for name, other in metrics.items() if other.consumes == "pair")
         raise ValueError(f"target_checkpoint: {entry.target_checkpoint} is only for metrics that compare: {pairs}")
-    if metric.consumes == "pair" and kind != "activations":
-        others = ", ".join(name for name, other in metrics.items() if other.consumes != "pair")
-        raise ValueError(f"compares activations and does not fit {kind}; what fits: {others}")
+    if kind not in metric.fits:
+        others = ", ".join(name for name, other in metrics.items() if kind in other.fits)
+        verb = "compares" if metric.consumes == "pair" else "measures"
+        raise ValueError(f"{verb} {', '.join(metric.fits)} and does not fit {kind}; what fits: {others}")
     if metric.consumes == "pair" and entry.data_split == "train":
         raise ValueError(
             "needs the same samples at every step, and the batch of split train is another at each; use data_split: val"

@@ -58,7 +58,8 @@ def merged(ours: Mapping[str, E], table_name: str, plugins: Sequence[str]) -> di
             if not isinstance(name, str) or not name:
                 raise PluginError(f"{where}: a name must be text")
             if not isinstance(entry, kind):
-                raise PluginError(f"{where} is a {type(entry).__name__}, not a {kind.__module__}.{kind.__name__}")
+                needed = f"pico_analyze.{table_name.lower()}.{kind.__name__}"
+                raise PluginError(f"{where} is a {type(entry).__name__}, not a {needed}")
             if name in whole:
                 raise PluginError(f"{where}: a {table_name.lower()[:-1]} of that name exists already; choose another")
             if problem := entry.problem():

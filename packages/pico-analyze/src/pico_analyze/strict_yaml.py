@@ -339,7 +339,7 @@ def in_words(schema: Mapping[str, Any], definitions: Mapping[str, Any]) -> str:
         case "object" if "properties" in schema:
             return f"a mapping with the keys {', '.join(schema['properties'])}"
         case "object":
-            return "a mapping of text to text"
+            return f"a mapping of text to {in_words(schema['additionalProperties'], definitions)}"
         case unknown:
             raise AssertionError(f"no words for a schema of type {unknown}")
 

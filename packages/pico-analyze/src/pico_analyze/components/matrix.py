@@ -164,6 +164,36 @@ def singular_values(x: Tensor) -> Tensor:
     return torch.from_numpy(values * scale)
 
 
+def as_matrix(x: Tensor | Matrix) -> Matrix:
+    """A matrix as it is, a tensor as the matrix of its entries."""
+    return x if isinstance(x, Matrix) else Matrix.dense(x)
+
+
+def centred(x: Tensor | Matrix, name: str) -> Tensor:
+    """(m, k) float64 with the geometry of the rows of ``x`` less their mean, at most 1 in magnitude.
+
+    Raises:
+        Undefined: A vector, an entry that is not finite, or every column of ``name`` is constant.
+    """
+    rows = as_matrix(x).rows()
+    moved = rows - rows.mean(0)
+    scale = float(moved.abs().max())
+    if scale <= max(rows.shape) * _EPSILON * float(rows.abs().max()):
+        raise Undefined(f"every feature of {name} is constant over the samples")
+    return moved / scale
+
+
+def n_samples(a: Tensor, b: Tensor) -> int:
+    """The number of rows of both.
+
+    Raises:
+        Undefined: They differ.
+    """
+    if len(a) != len(b):
+        raise Undefined(f"{len(a)} samples of x, {len(b)} of y: they are not the same samples")
+    return len(a)
+
+
 def largest_magnitude(x: Tensor) -> float:
     """The largest |entry|.
 

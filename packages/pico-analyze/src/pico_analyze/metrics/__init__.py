@@ -1,108 +1,12 @@
 """The table of metrics: what each is called, what it consumes, what it means. Computing one imports torch."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from difflib import get_close_matches
-from importlib import import_module
-from math import isfinite
-from numbers import Real
-from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from pico_analyze import plugins
+from pico_analyze.metrics.entry import Metric, MetricError, Number, Parameter
 
-if TYPE_CHECKING:
-    from pico_analyze.components.matrix import Matrix
-
-
-class MetricError(ValueError):
-    """The function of a metric failed, or gave back no number: a mistake in it, not an undefined value."""
-
-
-Consumes = Literal["entries", "spectrum", "matrix", "pair"]
-
-
-@dataclass(frozen=True)
-class Parameter:
-    """A choice that a metric offers."""
-
-    allowed: tuple[str, ...]
-    default: str | None
-    """None: it has to be given."""
-
-
-@dataclass(frozen=True)
-class Metric:
-    """One row of the table."""
-
-    function: str
-    """Import path, ``module:function``."""
-    consumes: Consumes
-    """What the function is called with: `entries` the tensor of all entries, `spectrum` the tensor of
-    singular values, `matrix` the Matrix, from which it takes what its parameters ask for, `pair` two of them,
-    x and y, whose rows are the same samples."""
-    summary: str
-    range: str
-    meaning: str
-    """What it says, and when it misleads."""
-    parameters: Mapping[str, Parameter] = field(default_factory=dict)
-
-    def resolve(self, given: Mapping[str, Any]) -> dict[str, str]:
-        """All parameters with their values, defaults filled in.
-
-        Raises:
-            ValueError: A parameter that the metric does not have, one that is missing, a value not allowed.
-        """
-        for name in given:
-            if name not in self.parameters:
-                known = ", ".join(self.parameters) or "none"
-                raise ValueError(f"{name}: not a parameter of this metric, which has: {known}")
-        resolved = {}
-        for name, parameter in self.parameters.items():
-            value = given.get(name, parameter.default)
-            if value not in parameter.allowed:
-                fault = "has to be given" if value is None else f"{value!r} is not allowed"
-                raise ValueError(f"{name}: {fault}; choose one of {', '.join(parameter.allowed)}")
-            resolved[name] = value
-        return resolved
-
-    def compute(self, *matrices: "Matrix", **parameters: str) -> float:
-        """The value on one matrix, or on two for a pair.
-
-        Raises:
-            Undefined: There is no value, or it does not fit into a float64.
-            MetricError: The function raises anything else, or returns something else than a number.
-        """
-        from pico_analyze.components.matrix import Undefined
-
-        module, _, function = self.function.partition(":")
-        measure = getattr(import_module(module), function)
-        arguments: tuple[Any, ...] = matrices
-        if self.consumes == "entries":
-            arguments = tuple(matrix.entries() for matrix in matrices)
-        elif self.consumes == "spectrum":
-            arguments = tuple(matrix.spectrum().values for matrix in matrices)
-        try:
-            value = measure(*arguments, **self.resolve(parameters))
-        except (Undefined, MemoryError):
-            raise
-        except Exception as error:
-            raise MetricError(f"the metric failed: {type(error).__name__}: {error}") from error
-        if not isinstance(value, Real) or isinstance(value, bool):
-            raise MetricError(f"the metric failed: it gave back a {type(value).__name__}, not a float")
-        if not isfinite(value):
-            raise Undefined(f"the result is {value}, not a finite number")
-        return value if isinstance(value, float) else float(value)
-
-    def problem(self) -> str | None:
-        """Why the metric cannot be used, None where it can; imports its function."""
-        if self.consumes not in get_args(Consumes):
-            return f"consumes is {self.consumes!r}, not one of {', '.join(get_args(Consumes))}"
-        try:
-            function = plugins.resolved(self.function)
-        except plugins.PluginError as error:
-            return f"function: {error}"
-        return None if callable(function) else f"function: {self.function!r} cannot be called"
-
+__all__ = ["METRICS", "Metric", "MetricError", "Number", "Parameter", "get_metric", "load_metrics"]
 
 METRICS: dict[str, Metric] = {
     "gini": Metric(
@@ -151,20 +55,112 @@ METRICS: dict[str, Metric] = {
         "inf grow with the shape at equal scale of the entries, so normalise before comparing sizes.",
         parameters={"norm_type": Parameter(("frobenius", "nuclear", "spectral", "inf", "inf_operator"), default=None)},
     ),
+    "stable_rank": Metric(
+        function="pico_analyze.metrics.spectral:stable_rank",
+        consumes="spectrum",
+        summary="squared Frobenius norm over squared spectral norm",
+        range="[1, number of singular values]",
+        meaning="1 when one direction holds all energy, k when k directions share it equally. The largest "
+        "singular value alone is the yardstick, so one growing direction lowers it whatever the others do; small "
+        "singular values hardly count. It is at most the rank and moves smoothly with the entries.",
+    ),
+    "effective_rank": Metric(
+        function="pico_analyze.metrics.spectral:effective_rank",
+        consumes="spectrum",
+        summary="exp(entropy of the spectrum)",
+        range="[1, number of singular values]",
+        meaning="The number of equal singular values that have the same entropy. It is PER times the number of "
+        "singular values, so it grows with the size of the matrix: use PER to compare sizes, this to count "
+        "dimensions. A long tail of small singular values counts.",
+    ),
+    "participation_ratio": Metric(
+        function="pico_analyze.metrics.spectral:participation_ratio",
+        consumes="matrix",
+        summary="(sum of squared singular values)^2 / sum of their fourth powers",
+        range="[1, number of singular values]",
+        meaning="The number of directions that share the energy: 1 for one, k for k equal ones. With centre columns "
+        "it is the participation ratio of the eigenvalues of the covariance, which is what is meant for "
+        "activations; without, a mean that all samples share counts as a direction and often is the only one. Few "
+        "samples bound it: n centred samples give at most n - 1.",
+        parameters={"centre": Parameter(("none", "columns"), default="none")},
+    ),
+    "spectral_entropy": Metric(
+        function="pico_analyze.metrics.spectral:spectral_entropy",
+        consumes="spectrum",
+        summary="entropy of the shares of energy of the singular values, over its largest possible value",
+        range="[0, 1]",
+        meaning="0 when one direction holds all energy, 1 when all hold the same. Unlike PER it weighs squares of "
+        "singular values and takes no exponential, so it reacts to the large directions and hardly to a tail of "
+        "small ones.",
+    ),
+    "alpha": Metric(
+        function="pico_analyze.metrics.power_law:alpha",
+        consumes="spectrum",
+        summary="exponent of the power-law tail of the eigenvalues (squared singular values)",
+        range="(1, inf); report ks_distance: [0, 1]",
+        meaning="Small when few eigenvalues tower over the rest; well trained weights are reported between 2 and 6. A "
+        "power law is fitted whether or not there is one: look at the distance of the fit (report: ks_distance) "
+        "beside it. Fewer than 50 eigenvalues in the tail make it unreliable, and it is then flagged; of random "
+        "matrices it depends on the shape.",
+        parameters={"report": Parameter(("alpha", "ks_distance"), default="alpha")},
+    ),
+    "kurtosis": Metric(
+        function="pico_analyze.metrics.sparsity:kurtosis",
+        consumes="entries",
+        summary="excess kurtosis of the entries",
+        range="[-2, inf)",
+        meaning="0 for a normal distribution, -1.2 for a uniform one, positive for heavy tails. The fourth power "
+        "lets a handful of outliers decide, which is why it finds outlier features, and why it scatters: look at "
+        "the Gini coefficient for the bulk.",
+    ),
+    "dead_units": Metric(
+        function="pico_analyze.metrics.geometry:dead_units",
+        consumes="matrix",
+        summary="share of the units whose activation is the same for all samples",
+        range="[0, 1]",
+        meaning="0 when every column varies over the samples, 1 when none does. A unit that fires seldom looks "
+        "dead in few samples, so the number falls with the number of rows. A residual stream or a linear "
+        "projection has hardly ever dead units: it is meant for what follows a nonlinearity.",
+        parameters={"tolerance": Number(0, 1, default=1e-6)},
+        kinds=("activations",),
+    ),
+    "anisotropy": Metric(
+        function="pico_analyze.metrics.geometry:anisotropy",
+        consumes="matrix",
+        summary="mean cosine between different rows",
+        range="[-1/(n - 1), 1]",
+        meaning="Near 0 when rows point everywhere, 1 when all point the same way. A mean that all samples share, "
+        "or a single feature of large magnitude, is enough to bring it near 1, without saying anything about the "
+        "other directions. Of a weight the rows are its output units.",
+    ),
+    "intrinsic_dimension": Metric(
+        function="pico_analyze.metrics.geometry:intrinsic_dimension",
+        consumes="matrix",
+        summary="dimension of the manifold of the samples, from the distances to two neighbours (TwoNN)",
+        range="(0, inf)",
+        meaning="d for samples that are spread evenly over d dimensions, however curved, however many features. It "
+        "is a local number and too low for high dimensions and few samples (20 dimensions need thousands). "
+        "Rounding in storage and samples that occur twice spoil the smallest distances.",
+        parameters={"discard": Number(0, 0.9, default=0.1)},
+        kinds=("activations",),
+    ),
     "cka": Metric(
-        function="pico_analyze.metrics.similarity:linear_cka",
+        function="pico_analyze.metrics.similarity:cka",
         consumes="pair",
-        summary="linear centred kernel alignment of two representations of the same samples",
+        summary="centred kernel alignment of two representations of the same samples",
         range="[-1, 1]; plug_in: [0, 1]",
         meaning="1 when the similarities between samples agree up to scale. Unchanged by rotations, "
         "scaling and shifts of the features, not by other linear maps: directions of large variance "
         "decide, so one outlier feature or sample can. Of unrelated features the debiased estimate "
         "scatters about 0, also below; the plug-in estimate rises towards 1 as samples become few against "
-        "features.",
-        parameters={"estimator": Parameter(("debiased", "plug_in"), default="debiased")},
+        "features. With kernel rbf near samples decide rather than far ones.",
+        parameters={
+            "estimator": Parameter(("debiased", "plug_in"), default="debiased"),
+            "kernel": Parameter(("linear", "rbf"), default="linear"),
+        },
     ),
     "pwcca": Metric(
-        function="pico_analyze.metrics.similarity:pwcca",
+        function="pico_analyze.metrics.cca:pwcca",
         consumes="pair",
         summary="mean canonical correlation of two representations, weighted by what one of them expresses",
         range="[0, 1]",
@@ -173,6 +169,58 @@ METRICS: dict[str, Metric] = {
         "features of k dimensions each already correlate by about sqrt(k/n), so it needs many more samples "
         "than features; it is flagged where some correlations are 1 whatever the data.",
         parameters={"weights_from": Parameter(("x", "y"), default="x")},
+    ),
+    "mean_cca": Metric(
+        function="pico_analyze.metrics.cca:mean_cca",
+        consumes="pair",
+        summary="mean canonical correlation of two representations of the same samples",
+        range="[0, 1]",
+        meaning="1 when the side of smaller rank is a linear function of the other. All directions count alike, also "
+        "those of tiny variance that are mostly noise. Unrelated features of k dimensions each already correlate by "
+        "about sqrt(k/n), so it needs many more samples than features; it is flagged where some correlations are 1 "
+        "whatever the data.",
+    ),
+    "svcca": Metric(
+        function="pico_analyze.metrics.cca:svcca",
+        consumes="pair",
+        summary="mean canonical correlation of the principal directions that hold most of the variance",
+        range="[0, 1]",
+        meaning="Like mean CCA, after the directions of least variance are dropped. The directions that are kept all "
+        "count alike, and their number changes over training, which moves the value on its own; a side with one "
+        "dominant direction is reduced to it.",
+        parameters={"variance": Number(0, 1, default=0.99)},
+    ),
+    "procrustes": Metric(
+        function="pico_analyze.metrics.similarity:procrustes",
+        consumes="pair",
+        summary="cosine between two representations after the best rotation of one onto the other",
+        range="[0, 1]",
+        meaning="1 when the samples form the same shape, whatever its position, size and orientation. Directions "
+        "count by their variance, less one-sidedly than in CKA. Of unrelated features it is well above 0 and rises "
+        "towards 1 as samples become few against features: compare with permuted samples.",
+    ),
+    "rsa": Metric(
+        function="pico_analyze.metrics.similarity:rsa",
+        consumes="pair",
+        summary="correlation of the distances between samples in two representations",
+        range="[-1, 1]",
+        meaning="1 when the same pairs of samples are near and far. Pairs that share a sample are not independent, so "
+        "the usual p-value of a correlation does not hold. A single outlying sample makes many large distances; "
+        "spearman limits what they do.",
+        parameters={"correlation": Parameter(("spearman", "pearson"), default="spearman")},
+    ),
+    "mutual_knn": Metric(
+        function="pico_analyze.metrics.similarity:mutual_knn",
+        consumes="pair",
+        summary="share of nearest neighbours that two representations have in common",
+        range="[0, 1]",
+        meaning="1 when every sample has the same k neighbours in both. It sees local structure alone, whatever the "
+        "large distances are. Unrelated features give k/(n - 1), so values of different n or k are not comparable; "
+        "of few samples it moves in coarse steps.",
+        parameters={
+            "k": Number(1, None, default=10),
+            "distance": Parameter(("cosine", "euclidean"), default="cosine"),
+        },
     ),
 }
 

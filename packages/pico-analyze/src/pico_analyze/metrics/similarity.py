@@ -1,164 +1,188 @@
-"""How alike two representations of the same samples are: linear CKA and the CCA family.
+"""How alike two representations of the same samples are by the geometry of the samples.
 
-``x`` and ``y`` hold one sample in each row, the same samples in the same order, and one feature in each
-column; they may differ in their number of features. A tensor of any dtype, or a `Matrix`: products of factors
-are never multiplied out. The first thing every measure does is to centre each feature over the samples.
+CKA, Procrustes, representational similarity and mutual nearest neighbours. ``x`` and ``y`` hold one sample in each
+row, the same samples in the same order, and one feature in each column; they may differ in their number of
+features. A tensor of any dtype, or a `Matrix`: products of factors are never multiplied out.
 
-Legend: n samples, p and q features of x and y, k and l their numerical ranks.
+Legend: n samples, p and q features of x and y.
 """
 
 import math
-from typing import NamedTuple
 
+import numpy as np
+import scipy.stats
 import torch
 from torch import Tensor
 
-from pico_analyze.components.matrix import Flagged, Matrix, Undefined, singular_values
+from pico_analyze.components.matrix import Flagged, Matrix, Undefined, as_matrix, centred, n_samples, singular_values
 
 _EPSILON = torch.finfo(torch.float64).eps
 
-_RANK_TOLERANCE = 1e-6
-"""Singular values at or below this share of the largest count as zero: storage in float32 leaves 6e-8."""
+_TIE = 1e-12
+"""Squared distances that agree to this share of the largest are equal: they are known to rounding of it."""
 
 
-class CanonicalCorrelations(NamedTuple):
-    """What canonical correlation analysis finds; every measure of the family is a mean over it."""
+def cka(x: Tensor | Matrix, y: Tensor | Matrix, estimator: str = "debiased", kernel: str = "linear") -> float:
+    """Centred kernel alignment: do ``x`` and ``y`` find the same samples similar?
 
-    correlations: Tensor
-    """Descending, in [0, 1], (min(k, l),)."""
-    x_variates: Tensor
-    """The directions in sample space that correlate, as x sees them: orthonormal columns, (n, min(k, l))."""
-    y_variates: Tensor
-    """As y sees them."""
-    warning: str | None
-    """Why some correlations are 1 whatever the data; None when they are not."""
+    HSIC(x, y) / sqrt(HSIC(x, x) HSIC(y, y)). ``kernel`` says what K, the similarity of samples, is (L likewise,
+    of y):
 
+    * ``linear``: K = x x^T of the centred features;
+    * ``rbf``: K_ij = exp(-|x_i - x_j|^2 / (2 m^2)), with m the median distance between two different samples.
 
-def linear_cka(x: Tensor | Matrix, y: Tensor | Matrix, estimator: str = "debiased") -> float:
-    """Linear centred kernel alignment: do ``x`` and ``y`` find the same samples similar?
+    ``estimator`` says how HSIC is estimated:
 
-    HSIC(x, y) / sqrt(HSIC(x, x) HSIC(y, y)). With K = x x^T and L = y y^T of the centred features,
-
-    * ``plug_in``: HSIC = tr(K L) = |x^T y|_F^2, in [0, 1];
+    * ``plug_in``: HSIC = tr(K H L H), with H = 1 - 1/n the centring; |x^T y|_F^2 for linear; in [0, 1];
     * ``debiased``: HSIC = [tr(K' L') + sum(K') sum(L') / ((n - 1) (n - 2)) - 2/(n - 2) sum(K' L')]
       / (n (n - 3)), where K' and L' are K and L with zeros on the diagonal. This HSIC is right on average
       however few the samples, so the value is about 0 for unrelated features, also below; in [-1, 1].
 
-    1 when K and L agree up to scale, 0 (plug-in) when no feature of x correlates with one of y. Symmetric;
+    1 when K and L agree up to scale, 0 (plug-in, linear) when no feature of x correlates with one of y. Symmetric;
     unchanged by scaling, shifts and orthogonal maps of the features and by one order of samples for both.
-    Undefined when n < 4 (debiased), when all features of a side are constant, and where HSIC(x, x) is 0, as
-    for samples that are all equally far apart (debiased). The plug-in estimate grows towards 1 as n falls and
-    is flagged when n is not above the number of features.
+    Undefined when n < 4 (debiased), when all features of a side are constant, where HSIC(x, x) is 0, as for
+    samples that are all equally far apart (debiased), and when half of the samples are equal (rbf). The plug-in
+    estimate grows towards 1 as n falls and is flagged when n is not above the number of features.
 
     Source: Kornblith et al., "Similarity of neural network representations revisited", ICML 2019, eq. 3 and 4
-    for the plug-in; Song et al., "Feature selection via dependence maximization", JMLR 13:1393, 2012, the
-    estimator HSIC_1, here without the n x n matrices where the features are fewer.
+    for the plug-in, section 3 for the kernels; Song et al., "Feature selection via dependence maximization", JMLR
+    13:1393, 2012, the estimator HSIC_1, for the linear kernel without the n x n matrices where the features are
+    fewer.
 
     >>> x = torch.tensor([[0.0, 1.0], [2.0, 1.0], [4.0, 0.0], [1.0, 5.0], [3.0, 3.0]])
-    >>> round(linear_cka(x, 3 * x.flip(1) + 7), 12)
-    1.0
+    >>> round(cka(x, 3 * x.flip(1) + 7), 12), round(cka(x, 3 * x.flip(1) + 7, kernel="rbf"), 12)
+    (1.0, 1.0)
     """
     if estimator not in ("debiased", "plug_in"):
         raise ValueError(f"estimator: {estimator!r} is not allowed; choose one of debiased, plug_in")
-    a, b = _centred(x, "x"), _centred(y, "y")
-    n = _samples(a, b)
-    if estimator == "plug_in":
-        value = min(_cross(a, b) / math.sqrt(_cross(a, a) * _cross(b, b)), 1.0)  # rounding passes it by 1e-16
-        features = max(a.shape[1], b.shape[1])
-        if n <= features:
-            return Flagged(value, f"the plug-in estimate is too high: {n} samples of {features} features")
-        return value
-    if n < 4:
+    if kernel not in ("linear", "rbf"):
+        raise ValueError(f"kernel: {kernel!r} is not allowed; choose one of linear, rbf")
+    a, b = centred(x, "x"), centred(y, "y")
+    n, features = n_samples(a, b), max(a.shape[1], b.shape[1])
+    if estimator == "debiased" and n < 4:
         raise Undefined(f"{n} samples; unbiased HSIC needs 4")
-    hsic_x, hsic_y = _unbiased_hsic(a, a), _unbiased_hsic(b, b)
-    for name, hsic, side in (("x", hsic_x, a), ("y", hsic_y, b)):
-        if hsic * n * (n - 3) <= n * _EPSILON * _cross(side, side):
-            raise Undefined(f"the unbiased HSIC of {name} with itself is 0")
-    return min(_unbiased_hsic(a, b) / math.sqrt(hsic_x * hsic_y), 1.0)
+    hsic = {
+        ("plug_in", "linear"): _cross,
+        ("debiased", "linear"): _unbiased_hsic,
+        ("plug_in", "rbf"): _plug_in_hsic_of_kernels,
+        ("debiased", "rbf"): _unbiased_hsic_of_kernels,
+    }[estimator, kernel]
+    if kernel == "rbf":
+        a, b = _rbf(a, "x"), _rbf(b, "y")
+    hsic_x, hsic_y = hsic(a, a), hsic(b, b)
+    for name, own, side in (("x", hsic_x, a), ("y", hsic_y, b)):
+        largest = _cross(side, side) if kernel == "linear" else float(side.square().sum())
+        if own <= n * _EPSILON * largest / (n * (n - 3) if estimator == "debiased" else 1):
+            raise Undefined(f"the {'unbiased ' if estimator == 'debiased' else ''}HSIC of {name} with itself is 0")
+    value = min(hsic(a, b) / math.sqrt(hsic_x * hsic_y), 1.0)  # rounding passes it by 1e-16
+    if estimator == "plug_in" and n <= features:
+        return Flagged(value, f"the plug-in estimate is too high: {n} samples of {features} features")
+    return value
 
 
-def pwcca(x: Tensor | Matrix, y: Tensor | Matrix, weights_from: str = "x") -> float:
-    """Projection-weighted canonical correlation: how much of what one side expresses does the other contain?
+def procrustes(x: Tensor | Matrix, y: Tensor | Matrix) -> float:
+    """How well the samples of ``x``, rotated and scaled, fall on those of ``y``.
 
-    sum_i alpha_i rho_i / sum_i alpha_i, with rho_i the canonical correlations and h_i the canonical variates
-    of the side that ``weights_from`` names; alpha_i = sum_j |<h_i, x_j>| over its centred feature columns
-    x_j.
+    |x^T y|_* / (|x|_F |y|_F) of the centred features, with |.|_* the sum of the singular values. It is the largest
+    cosine between x Q and y over all orthogonal Q.
 
-    In [0, 1]: 1 when the directions of the weighting side lie in the span of the other, 0 when the sides are
-    uncorrelated. Unchanged by shifts, by a common scale of the weighting side and by any invertible linear
-    map of the other side. Not symmetric: with ``weights_from`` x and y exchanged it is the value of (y, x).
-    When the weighting side has the larger rank, only its min(k, l) canonical directions have weights.
+    In [0, 1]: 1 when one side is the other, shifted, scaled and rotated or reflected; 0 when no feature of x
+    correlates with one of y. Symmetric; unchanged by shifts, scaling and orthogonal maps of the features and by one
+    order of samples for both. Of unrelated features it rises as samples become few against features, and is
+    flagged when n is not above their number. Undefined when all features of a side are constant.
 
-    Undefined and flagged as `canonical_correlations` says.
+    The value v gives both distances of the literature: arccos(v) is the angular one of Williams et al., 2 - 2 v
+    that of Ding et al. for sides of unit norm.
 
-    Source: Morcos, Raghu and Bengio, "Insights on representational similarity in neural networks with
-    canonical correlation", NeurIPS 2018, the section on projection weighted CCA. Their code weighs by the
-    variates of the smaller side whichever that is; here the caller chooses.
+    Source: Williams et al., "Generalized shape metrics on neural representations", NeurIPS 2021, eq. 4 with the
+    centring and norm of its section 2.2; Ding, Denain and Steinhardt, "Grounding representation similarity with
+    statistical testing", NeurIPS 2021.
 
-    >>> x = torch.tensor([[1, 0, 2], [0, 1, 1], [3, 1, 0], [1, 2, 2], [0, 0, 1]])
-    >>> y = torch.tensor([[1, 0], [0, 1], [1, 1], [2, 1], [0, 3]])
-    >>> round(pwcca(x, y), 7)
-    0.7196231
+    >>> x = torch.tensor([[1.0, 0.0], [-1.0, 0.0], [0.0, 2.0], [0.0, -2.0]])
+    >>> round(procrustes(x, 3 * x.flip(1) + 7), 12)
+    1.0
+    >>> round(procrustes(x, x * torch.tensor([1.0, 0.0])), 12)  # 2 / sqrt(10 * 2)
+    0.4472135955
     """
-    if weights_from not in ("x", "y"):
-        raise ValueError(f"weights_from: {weights_from!r} is not allowed; choose one of x, y")
-    x, y = _matrix(x), _matrix(y)
-    rho, x_variates, y_variates, warning = canonical_correlations(x, y)
-    weighting, variates = (x, x_variates) if weights_from == "x" else (y, y_variates)
-    alpha = weighting.project(variates).abs().sum(1)  # h_i is centred, so the means of the columns drop out
-    value = min(float(alpha @ rho / alpha.sum()), 1.0)
-    return value if warning is None else Flagged(value, warning)
+    a, b = centred(x, "x"), centred(y, "y")
+    n, features = n_samples(a, b), max(a.shape[1], b.shape[1])
+    # With a^T = Q R (thin QR) a is R^T in other coordinates, of at most n features.
+    a, b = (torch.linalg.qr(side.mT, mode="r").R.mT if side.shape[1] > n else side for side in (a, b))
+    nuclear = float(singular_values(a.mT @ b).sum())
+    value = min(nuclear / float(a.norm() * b.norm()), 1.0)  # as above
+    if n <= features:
+        return Flagged(value, f"too high for few samples: {n} samples of {features} features")
+    return value
 
 
-def canonical_correlations(x: Tensor | Matrix, y: Tensor | Matrix) -> CanonicalCorrelations:
-    """The cosines of the principal angles between the spans of the centred features of ``x`` and of ``y``.
+def rsa(x: Tensor | Matrix, y: Tensor | Matrix, correlation: str = "spearman") -> float:
+    """Representational similarity analysis: are the same pairs of samples far apart in ``x`` and in ``y``?
 
-    With orthonormal bases Q_x (n, k) and Q_y (n, l) of the two spans, Q_x^T Q_y = U diag(rho) V^T; the
-    variates are Q_x U and Q_y V. k and l are numerical ranks: directions with singular values at or below
-    1e-6 of the largest are left out, where they would be rounding noise amplified to unit length.
+    The correlation, over all n (n - 1) / 2 pairs of samples, between their Euclidean distances in x and in y:
+    ``spearman`` of the ranks of the distances (ties share the mean of their ranks), ``pearson`` of the distances.
 
-    Symmetric; the correlations are unchanged by shifts and invertible linear maps of either side. Undefined
-    when k or l is n - 1, where a side spans every centred vector, and when all features of a side are
-    constant. With a warning when k + l >= n - 1, where the two spans fill the space of centred vectors: at
-    least k + l - (n - 1) correlations are then 1 whatever the data.
+    In [-1, 1]: 1 when the order of the distances (pearson: the distances up to scale) is the same, about 0 for
+    unrelated features. Symmetric; unchanged by shifts, scaling and orthogonal maps of the features and by one order
+    of samples for both. Undefined for fewer than 3 samples, when all features of a side are constant and when all
+    distances of a side are equal.
 
-    Source: Björck and Golub, "Numerical methods for computing angles between linear subspaces", Mathematics
-    of Computation 27:579, 1973, section 3.
+    Source: Kriegeskorte, Mur and Bandettini, "Representational similarity analysis: connecting the branches of
+    systems neuroscience", Frontiers in Systems Neuroscience 2:4, 2008. Their dissimilarity is 1 less the
+    correlation of two samples over the features, which changes when the features are rotated.
 
-    >>> x = torch.tensor([[1.0], [2.0], [3.0], [4.0]])
-    >>> y = torch.tensor([[1.0], [3.0], [2.0], [4.0]])
-    >>> round(float(canonical_correlations(x, y).correlations), 12)
-    0.8
+    >>> x = torch.tensor([[0.0], [1.0], [3.0]])  # distances 1, 3, 2
+    >>> round(rsa(x, torch.tensor([[0.0], [2.0], [5.0]])), 12)  # distances 2, 5, 3
+    1.0
+    >>> round(rsa(x, torch.tensor([[0.0], [4.0], [1.0]])), 12)  # distances 4, 1, 3: ranks 3, 1, 2
+    -1.0
     """
-    a, b = _centred(x, "x"), _centred(y, "y")
-    n = _samples(a, b)
-    basis_x, basis_y = _basis(a), _basis(b)
-    k, l = basis_x.shape[1], basis_y.shape[1]  # noqa: E741
-    if max(k, l) >= n - 1:
-        raise Undefined(f"{n} samples are too few for features of rank {max(k, l)}: they span everything")
-    u, rho, vt = torch.linalg.svd(basis_x.mT @ basis_y, full_matrices=False)
-    warning = f"too few samples: {n} for ranks {k} and {l}, which fill the space" if k + l >= n - 1 else None
-    return CanonicalCorrelations(rho.clamp(max=1.0), basis_x @ u, basis_y @ vt.mT, warning)
+    if correlation not in ("spearman", "pearson"):
+        raise ValueError(f"correlation: {correlation!r} is not allowed; choose one of spearman, pearson")
+    a, b = centred(x, "x"), centred(y, "y")
+    n = n_samples(a, b)
+    if n < 3:
+        raise Undefined(f"{n} samples; a correlation of distances needs 3")
+    over, under = torch.triu_indices(n, n, offset=1)
+    sides = []
+    for name, side in (("x", a), ("y", b)):
+        squares = _squared_distances(side)[over, under].numpy()
+        along = scipy.stats.rankdata(squares) if correlation == "spearman" else np.sqrt(squares)
+        along = along - along.mean()
+        if np.abs(along).max() <= _TIE * len(along):
+            raise Undefined(f"all samples of {name} are equally far apart")
+        sides.append(along / np.linalg.norm(along))
+    return min(max(float(sides[0] @ sides[1]), -1.0), 1.0)  # as above
 
 
-def _centred(x: Tensor | Matrix, name: str) -> Tensor:
-    """(n, d) float64 with the geometry of the centred samples, at most 1 in magnitude."""
-    rows = _matrix(x).rows()
-    centred = rows - rows.mean(0)
-    scale = float(centred.abs().max())
-    if scale <= max(rows.shape) * _EPSILON * float(rows.abs().max()):
-        raise Undefined(f"every feature of {name} is constant over the samples")
-    return centred / scale
+def mutual_knn(x: Tensor | Matrix, y: Tensor | Matrix, k: int = 10, distance: str = "cosine") -> float:
+    """The share of the k nearest neighbours of a sample that it has in ``x`` as well as in ``y``.
 
+    mean_i |N_x(i) and N_y(i)| / k, with N(i) the k samples nearest to sample i, itself left out: by the angle
+    between rows (``cosine``), or by their Euclidean distance (``euclidean``). Samples that are equally far at the
+    edge of N share the places that are left, each belonging to N in part, so that the order of samples never
+    decides.
 
-def _matrix(x: Tensor | Matrix) -> Matrix:
-    return x if isinstance(x, Matrix) else Matrix.dense(x)
+    In [0, 1]: 1 when all neighbourhoods agree; k / (n - 1) on average for unrelated features. Symmetric; unchanged by
+    scaling and orthogonal maps of the features and by one order of samples for both; by shifts only when
+    euclidean. Undefined unless k < n - 1, since otherwise all samples are neighbours; when all samples of a side are
+    equal, or point the same way; when a row is zero and so has no direction (cosine).
 
+    Source: Huh et al., "The platonic representation hypothesis", ICML 2024, appendix A, for cosine; they break ties
+    by the order of samples.
 
-def _samples(a: Tensor, b: Tensor) -> int:
-    if len(a) != len(b):
-        raise Undefined(f"{len(a)} samples of x, {len(b)} of y: they are not the same samples")
-    return len(a)
+    >>> x = torch.tensor([[0.0], [1.0], [2.1], [3.3]])  # nearest: 1, 0, 1, 2
+    >>> mutual_knn(x, torch.tensor([[0.0], [1.0], [5.0], [2.2]]), k=1, distance="euclidean")  # nearest: 1, 0, 3, 1
+    0.5
+    """
+    if distance not in ("cosine", "euclidean"):
+        raise ValueError(f"distance: {distance!r} is not allowed; choose one of cosine, euclidean")
+    place = centred if distance == "euclidean" else _directions
+    a, b = place(x, "x"), place(y, "y")
+    n = n_samples(a, b)
+    if k >= n - 1:
+        raise Undefined(f"{n} samples have no more than {n - 1} neighbours each; k is {k}")
+    shared = torch.minimum(_neighbourhoods(a, k), _neighbourhoods(b, k))
+    return min(float(shared.sum()) / (n * k), 1.0)  # as above
 
 
 def _cross(a: Tensor, b: Tensor) -> float:
@@ -180,14 +204,57 @@ def _unbiased_hsic(a: Tensor, b: Tensor) -> float:
     return trace / (n * (n - 3))
 
 
-def _basis(a: Tensor) -> Tensor:
-    """Orthonormal columns that span those of ``a``, one per singular value above the rank tolerance."""
-    if a.shape[1] < len(a):
-        q: Tensor
-        q, r = torch.linalg.qr(a)
-        sigma = singular_values(r)
-        if sigma[-1] > _RANK_TOLERANCE * sigma[0]:  # full rank: no need for singular vectors
-            return q
-    u: Tensor
-    u, sigma, _ = torch.linalg.svd(a, full_matrices=False)
-    return u[:, sigma > _RANK_TOLERANCE * sigma[0]]
+def _plug_in_hsic_of_kernels(k: Tensor, l: Tensor) -> float:  # noqa: E741
+    """tr(K H L H): K is centred, L need not be."""
+    centred_k = k - k.mean(0) - k.mean(1, keepdim=True) + k.mean()
+    return float((centred_k * l).sum())
+
+
+def _unbiased_hsic_of_kernels(k: Tensor, l: Tensor) -> float:  # noqa: E741
+    """HSIC_1 of kernels whose diagonal counts as zero."""
+    n = len(k)
+    k, l = (side - torch.diag(side.diagonal()) for side in (k, l))  # noqa: E741
+    sums_k, sums_l = k.sum(0), l.sum(0)
+    trace = (k * l).sum() + sums_k.sum() * sums_l.sum() / ((n - 1) * (n - 2)) - 2 / (n - 2) * (sums_k @ sums_l)
+    return float(trace) / (n * (n - 3))
+
+
+def _rbf(a: Tensor, name: str) -> Tensor:
+    """The Gaussian kernel of the samples, (n, n), its width the median of the distances between them."""
+    squares = _squared_distances(a)
+    over, under = torch.triu_indices(len(a), len(a), offset=1)
+    width = float(np.median(np.sqrt(squares[over, under].numpy()))) if len(a) > 1 else 0.0
+    if width == 0:
+        raise Undefined(f"most samples of {name} are equal: the median distance is 0")
+    return torch.exp(squares / (-2 * width**2))
+
+
+def _squared_distances(a: Tensor) -> Tensor:
+    """(n, n) squared distances between rows over the largest of them, rounded so that ties are equal numbers."""
+    gram = a @ a.mT
+    norms = gram.diagonal()
+    squares = (norms + norms.unsqueeze(1) - 2 * gram).clamp(min=0).fill_diagonal_(0)
+    squares = (squares + squares.mT) / (2 * squares.max())
+    return (squares / _TIE).round() * _TIE
+
+
+def _directions(x: Tensor | Matrix, name: str) -> Tensor:
+    """The rows at unit length, (n, k) float64."""
+    rows = as_matrix(x).rows()
+    largest = rows.abs().amax(1, keepdim=True)
+    if not bool((largest > 0).all()):
+        raise Undefined(f"{int((largest == 0).sum())} rows of {name} are zero and have no direction")
+    rows = rows / largest
+    unit: Tensor = rows / rows.norm(dim=1, keepdim=True)
+    if float((unit - unit[0]).abs().max()) <= max(unit.shape) * _EPSILON:
+        raise Undefined(f"all rows of {name} point the same way")
+    return unit
+
+
+def _neighbourhoods(a: Tensor, k: int) -> Tensor:
+    """(n, n): how far sample j belongs to the k nearest neighbours of sample i; each row sums to k."""
+    distances = _squared_distances(a).fill_diagonal_(math.inf)
+    edge = distances.kthvalue(k, dim=1, keepdim=True).values
+    inside, at_edge = (distances < edge).double(), (distances == edge).double()
+    left = k - inside.sum(1, keepdim=True)
+    return inside + at_edge * left / at_edge.sum(1, keepdim=True)

@@ -1,6 +1,6 @@
-"""How unevenly magnitude is spread over the entries of a tensor: Gini and Hoyer.
+"""How unevenly the entries of a tensor are spread: Gini, Hoyer and kurtosis.
 
-Both take a tensor of any shape and dtype and depend on the magnitudes of its entries alone. Sums run in
+All take a tensor of any shape and dtype; the first two depend on the magnitudes of its entries alone. Sums run in
 float64, in pieces that fit a cache.
 """
 
@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from pico_analyze.components.matrix import Undefined, largest_magnitude
+
+_EPSILON = torch.finfo(torch.float64).eps
 
 _CHUNK = 1 << 16
 
@@ -88,3 +90,33 @@ def hoyer(x: Tensor) -> float:
         squares += relative.dot(relative).item()
     root = math.sqrt(x.numel())
     return min(max((root - l1 / math.sqrt(squares)) / (root - 1), 0.0), 1.0)  # as above
+
+
+def kurtosis(x: Tensor) -> float:
+    """How heavy the tails of the distribution of the entries of ``x`` are, whatever its shape.
+
+    m_4 / m_2^2 - 3, with m_k the mean of (x_i - mean)^k over all n entries.
+
+    At least -2, which is two values equally often; -1.2 for a uniform, 0 for a normal, 3 for a Laplace distribution;
+    at most n - 2 + 1/(n - 1) - 3, when one entry differs from all others. Unchanged by scaling, shifts, sign and
+    order. Undefined when all entries are equal.
+
+    Source: Joanes and Gill, "Comparing measures of sample skewness and kurtosis", The Statistician 47:183, 1998, g_2.
+
+    >>> kurtosis(torch.tensor([1.0, -1.0, 1.0, -1.0]))
+    -2.0
+    >>> round(kurtosis(torch.tensor([0, 1, 0, 0, 0])), 12)  # m_2 = 4/25, m_4 = 52/625
+    0.25
+    """
+    scale = largest_magnitude(x)
+    n, chunks = x.numel(), torch.split(x.detach().flatten(), _CHUNK)
+    scale = scale or 1.0
+    mean = sum((chunk.double() / scale).sum().item() for chunk in chunks) / n
+    second = fourth = 0.0
+    for chunk in chunks:
+        squares = (chunk.double() / scale - mean).square()
+        second += squares.sum().item() / n
+        fourth += squares.dot(squares).item() / n
+    if math.sqrt(second) <= _EPSILON * math.sqrt(n):
+        raise Undefined("all entries are equal")
+    return max(fourth / second**2 - 3, -2.0)  # as above

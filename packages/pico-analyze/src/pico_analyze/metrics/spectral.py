@@ -4,10 +4,12 @@
 order: what `Matrix.spectrum` computes once for all of these, or `torch.linalg.svdvals`.
 """
 
+import math
+
 import torch
 from torch import Tensor
 
-from pico_analyze.components.matrix import Matrix, Undefined, largest_magnitude
+from pico_analyze.components.matrix import Matrix, Undefined, as_matrix, centred, largest_magnitude
 
 _EPSILON = torch.finfo(torch.float64).eps
 
@@ -31,13 +33,96 @@ def per(singular_values: Tensor) -> float:
     >>> round(per(torch.tensor([3.0, 1.0, 0.0])), 7)
     0.5849218
     """
-    sigma = singular_values.detach().double()
-    scale = largest_magnitude(sigma)
-    if scale == 0:
-        raise Undefined("all singular values are zero")
-    p = sigma / scale
-    p = p / p.sum()
-    return min(float(torch.special.entr(p).sum().exp()) / len(sigma), 1.0)  # rounding passes it by 1e-16
+    sigma = _relative(singular_values)
+    return min(_effective_rank(sigma) / len(sigma), 1.0)  # rounding passes it by 1e-16
+
+
+def effective_rank(singular_values: Tensor) -> float:
+    """The number of equal singular values that would have the same entropy as those there are.
+
+    exp(H) with H = - sum_i p_i log p_i, p_i = sigma_i / sum_j sigma_j and 0 log 0 = 0.
+
+    At least 1, which is rank one; k when k equal values are not zero; at most the rank. Unchanged by scaling and by
+    orthogonal maps of rows or columns. Undefined for a zero matrix.
+
+    Source: Roy and Vetterli, "The effective rank", EUSIPCO 2007, definition 1.
+
+    >>> round(effective_rank(torch.tensor([2.0, 2.0, 0.0, 0.0])), 12)
+    2.0
+    """
+    sigma = _relative(singular_values)
+    return min(max(_effective_rank(sigma), 1.0), float(len(sigma)))  # as above
+
+
+def stable_rank(singular_values: Tensor) -> float:
+    """How many directions of the largest stretch the energy of a matrix would fill.
+
+    |A|_F^2 / |A|_2^2 = sum_i sigma_i^2 / sigma_max^2.
+
+    At least 1, which is rank one; k when k equal values are not zero; at most the rank. Unchanged by scaling and by
+    orthogonal maps of rows or columns. Undefined for a zero matrix.
+
+    Source: Rudelson and Vershynin, "Sampling from large matrices", Journal of the ACM 54:21, 2007, section 1.1,
+    who call it the numerical rank.
+
+    >>> stable_rank(torch.tensor([2.0, 1.0, 1.0]))
+    1.5
+    """
+    return float(_relative(singular_values).square().sum())
+
+
+def participation_ratio(x: Tensor | Matrix, centre: str = "none") -> float:
+    """How many directions share the energy of a matrix.
+
+    (sum_i sigma_i^2)^2 / sum_i sigma_i^4, of ``x`` as it is (``centre`` none) or with the mean of each column taken
+    away (``columns``). The latter is (tr C)^2 / tr C^2 of the covariance C of the columns over the rows: the
+    participation ratio of activations.
+
+    At least 1, which is rank one; k when k equal values are not zero; at most the rank. Unchanged by scaling and by
+    orthogonal maps of columns, without centring also of rows. Undefined for a zero matrix and, with centring, when
+    every column is constant.
+
+    Source: Gao et al., "A theory of multineuronal dimensionality, dynamics and measurement", bioRxiv 214262, 2017,
+    for the covariance.
+
+    >>> participation_ratio(torch.tensor([[2.0, 0.0], [0.0, 1.0]]))  # (4 + 1)^2 / (16 + 1)
+    1.4705882352941178
+    >>> participation_ratio(torch.tensor([[5.0, 1.0], [5.0, 3.0]]), centre="columns")
+    1.0
+    """
+    if centre not in ("none", "columns"):
+        raise ValueError(f"centre: {centre!r} is not allowed; choose one of none, columns")
+    matrix = as_matrix(x)
+    if centre == "none":
+        squares = _relative(matrix.spectrum().values).square()
+        value = float(squares.sum() ** 2 / squares.square().sum())
+    else:
+        rows = centred(matrix, "x")
+        gram = rows.mT @ rows if rows.shape[1] <= len(rows) else rows @ rows.mT
+        value = float(gram.trace() ** 2 / gram.square().sum())  # sum of sigma^4 = |A^T A|_F^2
+    return max(value, 1.0)  # as above
+
+
+def spectral_entropy(singular_values: Tensor) -> float:
+    """How evenly the energy of a matrix is spread over its directions.
+
+    - sum_i p_i log p_i / log n, with p_i = sigma_i^2 / sum_j sigma_j^2, 0 log 0 = 0, and n the number of singular
+    values: min(rows, columns) of a matrix, head_dim for the OV circuit of a head.
+
+    In [0, 1]: 0 for rank one, 1 when all singular values are equal, log k / log n when k equal ones are not zero.
+    Unchanged by scaling and by orthogonal maps of rows or columns. Undefined for a zero matrix and for a single
+    value.
+
+    Source: Alter, Brown and Botstein, "Singular value decomposition for genome-wide expression data processing and
+    modeling", PNAS 97:10101, 2000, eq. 2 and 3.
+
+    >>> round(spectral_entropy(torch.tensor([2.0, 2.0, 0.0, 0.0])), 12)
+    0.5
+    """
+    squares = _relative(singular_values).square()
+    if len(squares) == 1:
+        raise Undefined("a single singular value")
+    return min(float(torch.special.entr(squares / squares.sum()).sum()) / math.log(len(squares)), 1.0)  # as above
 
 
 def condition_number(singular_values: Tensor) -> float:
@@ -86,7 +171,7 @@ def norm(x: Tensor | Matrix, norm_type: str) -> float:
     >>> norm(torch.tensor([[3.0, 0.0], [0.0, -4.0]]), "frobenius")
     5.0
     """
-    matrix = x if isinstance(x, Matrix) else Matrix.dense(x)
+    matrix = as_matrix(x)
     match norm_type:
         case "frobenius":
             entries = matrix.entries() if matrix.right is None else matrix.rows()
@@ -107,3 +192,16 @@ def norm(x: Tensor | Matrix, norm_type: str) -> float:
         case _:
             known = "frobenius, nuclear, spectral, inf, inf_operator"
             raise ValueError(f"norm_type: {norm_type!r} is not allowed; choose one of {known}")
+
+
+def _relative(singular_values: Tensor) -> Tensor:
+    """The singular values over the largest one, in float64."""
+    sigma = singular_values.detach().double()
+    scale = largest_magnitude(sigma)
+    if scale == 0:
+        raise Undefined("all singular values are zero")
+    return sigma / scale
+
+
+def _effective_rank(sigma: Tensor) -> float:
+    return float(torch.special.entr(sigma / sigma.sum()).sum().exp())

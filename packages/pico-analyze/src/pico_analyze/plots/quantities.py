@@ -46,8 +46,22 @@ METRICS: dict[str, MetricWords] = {
     "gini": MetricWords("Gini coefficient", limits=(0.0, 1.0)),
     "hoyer": MetricWords("Hoyer sparsity", limits=(0.0, 1.0)),
     "norm": MetricWords("norm"),
+    "stable_rank": MetricWords("stable rank"),
+    "effective_rank": MetricWords("effective rank"),
+    "participation_ratio": MetricWords("participation ratio"),
+    "spectral_entropy": MetricWords("spectral entropy", limits=(0.0, 1.0)),
+    "alpha": MetricWords("power-law exponent"),
+    "kurtosis": MetricWords("excess kurtosis"),
+    "dead_units": MetricWords("share of dead units", limits=(0.0, 1.0)),
+    "anisotropy": MetricWords("mean cosine"),
+    "intrinsic_dimension": MetricWords("intrinsic dimension"),
     "cka": MetricWords("CKA", limits=(0.0, 1.0)),
     "pwcca": MetricWords("PWCCA", limits=(0.0, 1.0)),
+    "mean_cca": MetricWords("mean CCA", limits=(0.0, 1.0)),
+    "svcca": MetricWords("SVCCA", limits=(0.0, 1.0)),
+    "procrustes": MetricWords("Procrustes similarity", limits=(0.0, 1.0)),
+    "rsa": MetricWords("representational similarity", limits=(0.0, 1.0)),
+    "mutual_knn": MetricWords("mutual nearest neighbours", limits=(0.0, 1.0)),
 }
 NORMS = {
     "frobenius": "Frobenius norm",
@@ -55,6 +69,11 @@ NORMS = {
     "spectral": "spectral norm",
     "inf": "largest absolute entry",
     "inf_operator": "largest absolute row sum",
+}
+# What a metric is called by the value of one of its parameters.
+NAMED_BY_PARAMETER = {
+    "norm": NORMS,
+    "alpha": {"alpha": "power-law exponent", "ks_distance": "distance of the power-law fit"},
 }
 LOSSES = ("val_loss", "train_loss")  # the loss that stands for both comes first
 
@@ -252,10 +271,9 @@ def quantities_of(rows: pd.DataFrame) -> list[Quantity]:
 
 def _title(words: str, of: dict[str, Any], *, show_parameters: bool) -> str:
     parameters: dict[str, Any] = json.loads(of["parameters"] or "{}")
-    if of["metric"] == "norm":
-        norms = [name for name in parameters if parameters[name] in NORMS]
-        words = NORMS[parameters[norms[0]]] if norms else words
-        parameters = {name: value for name, value in parameters.items() if name not in norms}
+    named = NAMED_BY_PARAMETER.get(of["metric"], {})
+    for name in [name for name in parameters if parameters[name] in named]:
+        words = named[parameters.pop(name)]
     if not (show_parameters and parameters):
         return words
     return f"{words} ({', '.join(f'{name} {value}' for name, value in parameters.items())})"
