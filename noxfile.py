@@ -24,6 +24,7 @@ def demo(session: nox.Session) -> None:
     install(session, *PACKAGES)
     name = "-".join(re.sub(r"[^\w.=]", "_", word) for word in session.posargs) or "full"
     out = Path("demo_output") / name
+    suite = next((word.removeprefix("name=") for word in session.posargs if word.startswith("name=")), "demo")
     session.run(
         "pico-train",
         "run",
@@ -39,7 +40,7 @@ def demo(session: nox.Session) -> None:
         "--config",
         "analysis_configs/demo.yaml",
         "--run-path",
-        str(out / "runs" / "demo"),
+        str(out / "runs" / suite),
         f"monitoring.output_dir={out / 'analysis_results'}",
     )
     results = out / "analysis_results" / "demo"

@@ -77,7 +77,7 @@ def test_what_is_not_run_here_is_run_by_nox() -> None:
         if nox := re.fullmatch(r"pip install nox && nox -s (\w+)", line):
             assert nox[1] in sessions
         else:
-            package = re.fullmatch(r"pip install -e (packages/[\w-]+)", line)
+            package = re.fullmatch(r"pip install -c constraints.txt -e (packages/[\w-]+)", line)
             assert package, line
             assert tomllib.loads((ROOT / package[1] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     ci = (ROOT / ".ci" / "run").read_text(encoding="utf-8")

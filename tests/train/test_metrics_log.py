@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from pico_train.errors import PicoError
+from pico_train.errors import PicoError, UserError
 from pico_train.metrics_log import MetricsLog, Row, last_row, read_rows
 
 
@@ -14,9 +14,9 @@ def row(step: int, **changes: object) -> Row:
     return Row(**(values | {"step": step, "loss": 1 / (step + 1)} | changes))  # type: ignore[arg-type]
 
 
-def write(path: Path, steps: range, **changes: object) -> None:
-    with MetricsLog(path, steps.start) as log:
-        for step in steps:
+def write(path: Path, numbers: range, **changes: object) -> None:
+    with MetricsLog(path, numbers.start) as log:
+        for step in numbers:
             log.append(row(step, **changes))
 
 
@@ -31,7 +31,7 @@ def test_rows_come_back(tmp_path: Path) -> None:
     assert read_rows(path) == [asdict(row(step, grad_norms={"layers.0": 0.5})) for step in range(5)]
 
 
-@pytest.mark.parametrize("at", [0, 3, 5, 9])
+@pytest.mark.parametrize("at", [0, 3, 5])
 def test_going_on_at_a_step_drops_it_and_what_follows(tmp_path: Path, at: int) -> None:
     path = tmp_path / "metrics.jsonl"
     write(path, range(5))
@@ -80,3 +80,11 @@ def test_a_broken_line_in_the_middle_is_named(tmp_path: Path) -> None:
     path.write_text('{"step": 0}\nnonsense\n{"step": 2}\n')
     with pytest.raises(PicoError, match=r"metrics\.jsonl has a line that is no row: b'nonsense'"):
         read_rows(path)
+
+
+def test_a_log_with_rows_missing_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    write(path, range(5))
+    with pytest.raises(UserError, match="ends at step 4 although the run stands at step 9"):
+        MetricsLog(path, 9)
+    assert steps(path) == [0, 1, 2, 3, 4]

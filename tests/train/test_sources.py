@@ -158,11 +158,17 @@ def test_a_missing_path_is_named(tmp_path):
 
 
 def test_a_pattern_that_matches_nothing_is_named(tmp_path):
-    (tmp_path / "a.jsonl").write_text("{}")
+    (tmp_path / "a.md").write_text("Text.")
     message = refused(text(tmp_path))
-    assert "data.dataset.pattern" in message
-    assert "'**/*.txt'" in message
-    assert str(tmp_path) in message
+    assert f"data.dataset.pattern: no file in {tmp_path} ends in .txt, .jsonl, .parquet" in message
+    assert "matches '*.rst'" in refused(text(tmp_path, pattern="*.rst"))
+
+
+def test_without_a_pattern_all_three_kinds_are_read(tmp_path):
+    (tmp_path / "a.txt").write_text("plain")
+    (tmp_path / "b.jsonl").write_text('{"text": "line"}\n')
+    (tmp_path / "c.py").write_text("code")
+    assert texts(text(tmp_path)) == ["plain", "line"]
 
 
 def test_an_absolute_pattern_is_refused(tmp_path):

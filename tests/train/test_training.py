@@ -17,10 +17,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 import pico_train
 from pico_train.checkpoint.folder import RunFolderError
 from pico_train.checkpoint.format import CheckpointError, read_manifest, step_folders
+from pico_train.checkpoint.lock import locked
+from pico_train.checkpoint.resume import verify_run
 from pico_train.config import RunConfig
 from pico_train.errors import UserError
 from pico_train.loop import NonFiniteError
 from pico_train.metrics_log import MetricsLog, Row, read_rows
+from pico_train.run import samples_at
 from pico_train.state import TrainState
 from pico_train.stopping import Stopped
 
@@ -573,3 +576,64 @@ def test_a_manifest_edited_by_hand_is_never_trusted(
     assert "step_4 holds step 400" in caplog.text
     assert list(checkpoints(run)) == [0, 1, 2, 4, 6]
     assert read_manifest(checkpoints(run)[4]).step == 4
+
+
+def test_a_first_start_that_failed_does_not_stand_in_the_way(tiny: Tiny) -> None:
+    with pytest.raises(UserError, match=r"nowhere\.txt"):
+        pico_train.train(tiny("data.dataset.path=nowhere.txt"))
+    assert pico_train.train(tiny("training.max_steps=1"))
+
+
+def test_a_second_process_is_refused_and_named(tiny: Tiny) -> None:
+    config = tiny("training.max_steps=1")
+    pico_train.train(config)
+    run = Path(config.checkpointing.runs_dir) / "tiny"
+    with locked(run), pytest.raises(RunFolderError, match=rf"in use by process {os.getpid()} on "):
+        pico_train.train(config)
+    pico_train.train(config)
+
+
+def test_a_checkpoint_of_another_run_is_refused(tiny: Tiny) -> None:
+    constant = "training.optimization.lr_scheduler=constant"
+    [other] = pico_train.train(
+        tiny("checkpointing.run_name=other", "seeds.weights=1", constant, "training.max_steps=8")
+    )
+    [mine] = pico_train.train(tiny(constant))
+    shutil.copytree(checkpoints(other.path)[8], mine.path / "checkpoints" / "step_8")
+    with pytest.raises(RunFolderError, match=r"step_8 belongs to another run \(other, id "):
+        pico_train.train(tiny(constant, "training.max_steps=10"))
+    assert read_manifest(mine.path / "checkpoints" / "step_8").run.name == "other"
+
+
+def test_missing_rows_of_the_log_are_noticed(tiny: Tiny) -> None:
+    constant = "training.optimization.lr_scheduler=constant"
+    [result] = pico_train.train(tiny(constant))
+    log = result.path / "metrics.jsonl"
+    log.write_text("".join(log.read_text().splitlines(keepends=True)[:3]))
+    assert "has not one row per pass: 3 rows, the last of step 2" in verify_run(result.path)[1][0]
+    with pytest.raises(UserError, match="ends at step 2 although the run stands at step 6: rows are missing"):
+        pico_train.train(tiny(constant, "training.max_steps=8"))
+
+
+def test_finished_means_that_the_last_checkpoint_is_there(tiny: Tiny) -> None:
+    [result] = pico_train.train(tiny())
+    before = weights(checkpoints(result.path)[6])
+    shutil.rmtree(checkpoints(result.path)[6])
+    pico_train.train(tiny())
+    assert same(weights(checkpoints(result.path)[6]), before)
+
+
+def test_a_smaller_probe_than_asked_for_is_said(tiny: Tiny, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("WARNING", logger="pico_train"):
+        pico_train.train(tiny("training.max_steps=1", "checkpointing.learning_dynamics.probe_windows=5000"))
+    assert "windows, not the 5000 of checkpointing.learning_dynamics.probe_windows" in caplog.text
+
+
+def test_text_that_was_changed_is_not_shown_as_what_the_model_saw(tiny: Tiny, tmp_path: Path, text_file: Path) -> None:
+    text = tmp_path / "mine.txt"
+    text.write_text(text_file.read_text())
+    [result] = pico_train.train(tiny("training.max_steps=1", f"data.dataset.path={text}"))
+    assert len(samples_at(result.path, 1)) == 8
+    text.write_text(text_file.read_text()[:-100])
+    with pytest.raises(RunFolderError, match="was trained on other data"):
+        samples_at(result.path, 1)

@@ -50,7 +50,10 @@ def reports_errors(command: Command) -> Command:
             if isinstance(error, ValueError) and type(error).__module__.startswith("pico_analyze."):
                 click.echo(f"error: {error}", err=True)
                 sys.exit(2)
-            click.echo(f"error: {type(error).__name__}: {error} (--debug shows where)", err=True)
+            if isinstance(error, OSError) and error.filename:
+                click.echo(f"error: {error.filename}: {error.strerror}", err=True)
+            else:
+                click.echo(f"error: {type(error).__name__}: {error} (--debug shows where)", err=True)
             sys.exit(1)
         finally:
             logger.removeHandler(handler)
@@ -252,7 +255,8 @@ def ls_tensors(run_path: str, step: int | None) -> None:
     layers: dict[tuple[str, ...], list[int]] = {}  # blocks with the same line share one
     for row in checkpoint.manifest.tensors:
         module = row.module if row.layer is None else row.module.removeprefix(f"layers.{row.layer}.")
-        line = (row.kind, row.split or "", module, " x ".join(map(str, row.shape)), row.dtype)
+        name = f"{module} {row.role}" if row.kind == "optimizer" else module
+        line = (row.kind, row.split or "", name, " x ".join(map(str, row.shape)), row.dtype)
         layers.setdefault(line, []).extend([] if row.layer is None else [row.layer])
     click.echo(f"run {run.name}, step {checkpoint.step}, {checkpoint.tokens:,} tokens")
     _print_table(

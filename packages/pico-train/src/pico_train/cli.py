@@ -27,6 +27,9 @@ def reports_errors(command: Callable[..., None]) -> Callable[..., None]:
         except PicoError as error:
             click.echo(str(error) if error.exit_code == 75 else f"error: {error}", err=True)
             sys.exit(error.exit_code)
+        except KeyboardInterrupt:
+            click.echo("stopped before the first pass; the same command starts again", err=True)
+            sys.exit(75)
         except BrokenPipeError:
             raise  # `pico-train ls | head`: click ends quietly
         except OSError as error:
@@ -100,7 +103,7 @@ def data() -> None:
 @click.option("--json", "as_json", is_flag=True, help="One JSON object per sequence: sample_id, token_ids, text.")
 @reports_errors
 def at(run_folder: Path, step: int, as_json: bool) -> None:
-    """Print the sample ids and the text of the batch of a step, from the token cache and the seed alone."""
+    """Print the sample ids and the text of the batch of a step; needs the data of the run and no checkpoint, no GPU."""
     from pico_train.run import samples_at
 
     for sample in samples_at(run_folder, step):
@@ -182,7 +185,7 @@ def _print_plan(suite: "Suite") -> None:
             f"{_size(needs.restart_bytes)} of restart points, memory {_size(needs.memory_bytes)}\n"
             f"  {len(needs.save_steps)} checkpoints: {', '.join(map(str, needs.save_steps))}"
         )
-    click.echo(f"{len(suite.runs)} runs, disk {_size(disk)}; nothing was started")
+    click.echo(f"{len(suite.runs)} runs, disk {_size(disk)}; nothing was started, and the data was not looked at")
     for problem in dict.fromkeys(problem for config in suite.runs for problem in not_built_yet(config)):
         click.echo(f"would be refused: {problem}")
 

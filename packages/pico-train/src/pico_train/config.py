@@ -30,6 +30,7 @@ from pico_train.strict_yaml import (
 Texts = Annotated[tuple[str, ...], Strict(False)]  # a YAML list arrives as a list
 Steps = Annotated[tuple[Annotated[int, Field(ge=0)], ...], Strict(False)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
+MOST_SAVES = 100_000  # milestones of one run
 Metric = Literal["paloma", "held_out", "sample"]
 
 # ---- data
@@ -49,7 +50,11 @@ class DatasetConfig(Section):
         min_length=1,
         description="file or folder of the data set `text`, from the working directory; null for others",
     )
-    pattern: str = Field("**/*.txt", min_length=1, description="glob of the files below a folder; only for `text`")
+    pattern: str | None = Field(
+        None,
+        min_length=1,
+        description="glob of the files below a folder; null = all .txt, .jsonl and .parquet; only for `text`",
+    )
     text_key: str = Field(
         "text", min_length=1, description="field of .jsonl and column of .parquet files that holds a document"
     )
@@ -263,13 +268,13 @@ class FabricConfig(Section):
     accelerator: Literal["auto", "cpu", "cuda", "gpu", "mps"] = Field(
         "auto", description="auto = CUDA, else MPS, else CPU; published: cuda"
     )
-    num_threads: int | None = Field(None, gt=0, description="CPU threads; null = torch's own choice")
+    num_threads: int | None = Field(None, gt=0, le=1024, description="CPU threads; null = torch's own choice")
 
 
 class TrainingConfig(Section):
     """How long and how the weights are trained."""
 
-    max_steps: int = Field(200_000, gt=0, description="optimizer steps")
+    max_steps: int = Field(200_000, gt=0, le=10**9, description="optimizer steps")
     optimization: OptimizationConfig = OptimizationConfig()
     fabric: FabricConfig = FabricConfig()
     non_finite: Literal["stop", "skip"] = Field(
@@ -539,6 +544,14 @@ class RunConfig(Section):
                 dynamics.tokens_per_sequence,
                 f"must be at most model.max_seq_len {seq_len}",
                 ("model.max_seq_len", "checkpointing.learning_dynamics.rule"),
+            )
+        every = self.checkpointing.save_every_n_steps
+        if every and self.training.max_steps // every > MOST_SAVES:
+            yield Problem(
+                "checkpointing.save_every_n_steps",
+                every,
+                f"would save {self.training.max_steps // every:,} times in {self.training.max_steps:,} steps; at most {MOST_SAVES:,}",
+                ("training.max_steps",),
             )
         late = [step for step in self.checkpointing.schedule.also if step > self.training.max_steps]
         if late:

@@ -1,13 +1,16 @@
 """What runs there are: read from their folders, without torch."""
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 
 from pico_train.checkpoint.folder import read_identity
 from pico_train.checkpoint.format import CheckpointError, read_manifest, step_folders
 from pico_train.config import load_config
-from pico_train.errors import UserError
+from pico_train.errors import PicoError, UserError
 from pico_train.metrics_log import last_row
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -31,7 +34,12 @@ def list_runs(runs_dir: Path) -> list[RunEntry]:
     """
     if not runs_dir.is_dir():
         raise UserError(f"{runs_dir} is not a folder; name the folder that holds the runs (checkpointing.runs_dir)")
-    entries = [_entry(file.parent) for file in sorted(runs_dir.glob("*/run.json"))]
+    entries = []
+    for file in sorted(runs_dir.glob("*/run.json")):
+        try:
+            entries.append(_entry(file.parent))
+        except PicoError as error:
+            log.warning("%s is left out: %s", file.parent, error)
     if not entries:
         raise UserError(f"{runs_dir} holds no run (no folder in it has a run.json)")
     return sorted(entries, key=lambda entry: (entry.n_parameters, entry.run))

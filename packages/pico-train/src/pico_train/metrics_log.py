@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from pico_train.errors import PicoError
+from pico_train.errors import PicoError, UserError
 
 
 @dataclass(frozen=True)
@@ -31,11 +31,20 @@ class Row:
 
 
 class MetricsLog:
-    """``metrics.jsonl``: opened at the step a run stands at, with the rows of that step and later dropped."""
+    """``metrics.jsonl``: opened at the step a run stands at, with the rows of that step and later dropped.
+
+    Raises:
+        UserError: rows before that step are missing.
+    """
 
     def __init__(self, path: Path, step: int) -> None:
+        last, end = last_row(path, below=step)
+        if (reached := -1 if last is None else last["step"]) != step - 1:
+            raise UserError(
+                f"{path} ends at step {reached} although the run stands at step {step}: rows are missing. Bring the file back, or "
+                "move the checkpoints after that step away, and the passes are made again"
+            )
         self._file = path.open("a", encoding="utf-8")
-        _, end = last_row(path, below=step)
         self._file.truncate(end)  # one operation of the file system: a kill leaves the old end or the new one
         self.sync()
 

@@ -4,7 +4,7 @@ import json
 import logging
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,8 @@ from pico_train.capture import CaptureRule, modules_to_capture
 from pico_train.checkpoint.background import Background
 from pico_train.checkpoint.contents import probe_hash
 from pico_train.checkpoint.folder import RunFolder, RunFolderError, open_run_folder, read_identity
+from pico_train.checkpoint.format import CheckpointError, Manifest, read_manifest, step_folders
+from pico_train.checkpoint.lock import locked
 from pico_train.checkpoint.resume import resume
 from pico_train.checkpoint.retention import RestartSchedule, remove_unfinished
 from pico_train.checkpoint.save import Saver, git_commit, versions
@@ -84,9 +86,8 @@ def train_run(config: RunConfig, *, suite: str | None, command: Sequence[str], s
     name = config.checkpointing.run_name
     assert name is not None, "the loader names every run"
     folder = open_run_folder(Path(config.checkpointing.runs_dir) / name, config, name=name, suite=suite)
-    with log_to(folder.path / "train.log", config.monitoring.logging.log_level):
-        last, _ = last_row(folder.metrics)
-        if last and last["step"] == config.training.max_steps:
+    with locked(folder.path), log_to(folder.path / "train.log", config.monitoring.logging.log_level):
+        if _finished(folder, config):
             log.info("%s is finished: %d steps, in %s", name, config.training.max_steps, folder.path)
             if owed := unsent(folder.path, config.monitoring.tracker_names, config.training.max_steps):
                 with _trackers(folder, config, owed, config.training.max_steps + 1):
@@ -97,6 +98,22 @@ def train_run(config: RunConfig, *, suite: str | None, command: Sequence[str], s
             with torch.random.fork_rng():  # the loop seeds every pass; the caller's random state is left alone
                 _train(folder, config, cache, tuple(command), stop)
     return _result(folder, config, time.perf_counter() - began)
+
+
+def _finished(folder: RunFolder, config: RunConfig) -> bool:
+    """Whether the log holds the last pass and the last milestone is whole."""
+    max_steps = config.training.max_steps
+    last, _ = last_row(folder.metrics)
+    if last is None or last["step"] != max_steps:
+        return False
+    try:
+        return (
+            not config.checkpointing.schedule.last
+            or read_manifest(folder.checkpoints / f"step_{max_steps}").step == max_steps
+        )
+    except CheckpointError as error:
+        log.warning("%s; it is made again", error)
+        return False
 
 
 def _train(
@@ -123,6 +140,13 @@ def _train(
     batches = _batches(config, cache)
     rule = _capture_rule(config, model)
     probe_batch = probe(cache, dynamics.probe_windows, seq_len) if rule and dynamics.eval_data else None
+    if probe_batch and len(probe_batch.input_ids) < dynamics.probe_windows:
+        log.warning(
+            "the probe has %d windows, not the %d of checkpointing.learning_dynamics.probe_windows: that is all the held-out text "
+            "(a larger data.dataset.held_out_fraction gives more)",
+            len(probe_batch.input_ids),
+            dynamics.probe_windows,
+        )
 
     state = TrainState(step=0, skipped_updates=0, model=model, optimizer=optimizer, scaler=scaler)
     if not config.checkpointing.training.auto_resume and any(folder.checkpoints.glob("step_*")):
@@ -130,13 +154,9 @@ def _train(
             f"{folder.path} has checkpoints and checkpointing.training.auto_resume is false: "
             "set it to true to go on from them, or give this run another checkpointing.run_name"
         )
-    manifest = resume((folder.checkpoints, folder.restart), state)
-    if manifest and manifest.data.fingerprint != cache.fingerprint:
-        raise RunFolderError(
-            f"{folder.path} was trained on other data: its token cache had the fingerprint {manifest.data.fingerprint[:16]}, "
-            f"the text at hand gives {cache.fingerprint[:16]}. Bring that text and tokenizer back, or give this run another "
-            "checkpointing.run_name"
-        )
+    manifest = resume((folder.checkpoints, folder.restart), state, folder.run_id)
+    if manifest:
+        _check_data(folder.path, manifest, cache)
 
     for parent in (folder.checkpoints, folder.restart):
         remove_unfinished(parent)
@@ -260,7 +280,21 @@ def samples_at(run: Path, step: int) -> list[Sample]:
     config = load_config(run / "config.yaml")
     if step > config.training.max_steps:
         raise UserError(f"--step {step}: {run} has the steps 0 to {config.training.max_steps}")
-    return _batches(config, open_cache(config.data, model_vocab_size=config.model.vocab_size)).describe(step)
+    cache = open_cache(config.data, model_vocab_size=config.model.vocab_size)
+    for folder in step_folders(run / "checkpoints").values():
+        with suppress(CheckpointError):
+            _check_data(run, read_manifest(folder), cache)
+    return _batches(config, cache).describe(step)
+
+
+def _check_data(run: Path, manifest: Manifest, cache: TokenCache) -> None:
+    """Refuse a token cache that is not the one a checkpoint of ``run`` was trained on."""
+    if manifest.data.fingerprint != cache.fingerprint:
+        raise RunFolderError(
+            f"{run} was trained on other data: its token cache had the fingerprint {manifest.data.fingerprint[:16]}, "
+            f"the text at hand gives {cache.fingerprint[:16]}. Bring that text and tokenizer back, or give this run "
+            "another checkpointing.run_name"
+        )
 
 
 def _batches(config: RunConfig, cache: TokenCache) -> Batches:

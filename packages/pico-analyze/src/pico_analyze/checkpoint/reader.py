@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -86,7 +86,14 @@ class Checkpoint:
         module: str | None = None,
         role: str | None = None,
     ) -> list[TensorRow]:
-        """The tensors that fit all that is given, in the manifest's order; ``module`` is a suffix."""
+        """The tensors that fit all that is given, in the manifest's order; ``module`` is a suffix.
+
+        Raises:
+            CheckpointError: there is no such kind or split.
+        """
+        for name, value, known in (("kind", kind, get_args(Kind)), ("split", split, get_args(Split))):
+            if value is not None and value not in known:
+                raise CheckpointError(f"{name}: there is no {value!r}; there are {', '.join(known)}")
         return [
             row
             for row in self.manifest.tensors
@@ -211,7 +218,7 @@ class Run:
         import pandas as pd
 
         path = self.path / "metrics.jsonl"
-        lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+        lines = path.read_bytes().splitlines() if path.is_file() else []
         rows: list[dict[str, Any]] = []
         for number, line in enumerate(lines, start=1):
             try:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pico_train.checkpoint.format import FORMAT_VERSION
+from pico_train.checkpoint.format import FORMAT_VERSION, step_folders
 from pico_train.config import MAY_CHANGE, RunConfig, config_hash, differences, load_config, to_yaml
 from pico_train.errors import UserError
 from pico_train.metrics_log import last_row
@@ -16,7 +16,13 @@ from pico_train.schedule import schedule_of
 log = logging.getLogger(__name__)
 
 RUN_FORMAT = "pico-run"
-OURS = {"config.yaml", "config.yaml.tmp", "run.json.tmp"}  # what a kill during the very first start leaves behind
+IDENTITY = {"run_id", "run", "suite", "config_hash"}
+OURS = {
+    "config.yaml",
+    "config.yaml.tmp",
+    "run.json.tmp",
+    "run.lock",
+}  # what a kill during the very first start leaves behind
 
 
 class RunFolderError(UserError):
@@ -56,10 +62,10 @@ def open_run_folder(path: Path, config: RunConfig, *, name: str, suite: str | No
     Raises:
         RunFolderError: the folder holds something else than a run, or a run of another configuration; the keys that differ are named.
     """
-    if (path / "run.json").exists():
+    if (path / "run.json").exists() and _started(path):
         identity = read_identity(path)
         _check_changes(path, load_config(path / "config.yaml"), config)
-    else:
+    else:  # nothing is lost where an earlier start has left no pass
         identity = {
             "format": RUN_FORMAT,
             "format_version": FORMAT_VERSION,
@@ -82,6 +88,12 @@ def open_run_folder(path: Path, config: RunConfig, *, name: str, suite: str | No
             f"{path} cannot be written: {error.strerror or error}; choose another checkpointing.runs_dir"
         ) from error
     return RunFolder(path, identity["run_id"], identity["run"], identity["suite"])
+
+
+def _started(path: Path) -> bool:
+    """Whether the run has a pass or a checkpoint."""
+    folders = (path / "checkpoints", path / "restart")
+    return last_row(path / "metrics.jsonl")[0] is not None or any(step_folders(folder) for folder in folders)
 
 
 def _check_changes(path: Path, old: RunConfig, new: RunConfig) -> None:
@@ -127,7 +139,7 @@ def read_identity(path: Path) -> dict[str, Any]:
         raise RunFolderError(f"{path} is not the folder of a run: it has no run.json") from None
     except (OSError, ValueError) as error:
         raise RunFolderError(f"{file} cannot be read: {error}") from None
-    if not isinstance(identity, dict) or identity.get("format") != RUN_FORMAT:
+    if not isinstance(identity, dict) or identity.get("format") != RUN_FORMAT or not identity.keys() >= IDENTITY:
         raise RunFolderError(f"{file} does not describe a run of format {RUN_FORMAT}")
     return identity
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from safetensors.torch import load_file
 
 from pico_train.checkpoint.contents import OPTIMIZER, STATE, WEIGHTS
-from pico_train.checkpoint.folder import read_identity
+from pico_train.checkpoint.folder import RunFolderError, read_identity
 from pico_train.checkpoint.format import (
     MANIFEST,
     CheckpointError,
@@ -19,6 +19,7 @@ from pico_train.checkpoint.format import (
     step_folders,
 )
 from pico_train.checkpoint.write import set_aside
+from pico_train.metrics_log import read_rows
 from pico_train.model.huggingface import load_llama_state_dict
 from pico_train.optim import load_state_by_name
 from pico_train.state import TrainState, load_scaler_state
@@ -37,12 +38,15 @@ def newest_complete(checkpoints: Path, *, below: int) -> tuple[Path, Manifest] |
     return None
 
 
-def resume(parents: Sequence[Path], state: TrainState) -> Manifest | None:
+def resume(parents: Sequence[Path], state: TrainState, run_id: str) -> Manifest | None:
     """Put the newest checkpoint below ``parents`` whose weights and training state are what was written into ``state``.
 
     A newer folder that is not complete, or not what was written, is renamed to ``<name>.damaged`` with a note that names the file.
     A milestone without the optimizer's moments is passed over; where one before it is set aside, so is it, for the manifest that it
     names as its parent will be another. Returns the manifest, None where there is no checkpoint.
+
+    Raises:
+        RunFolderError: a checkpoint there is of another run than ``run_id``.
     """
     passed_over: list[Path] = []
     found = [(step, folder) for parent in parents for step, folder in step_folders(parent).items()]
@@ -51,6 +55,10 @@ def resume(parents: Sequence[Path], state: TrainState) -> Manifest | None:
             manifest = read_manifest(folder)
             if manifest.step != step:
                 raise CheckpointError(f"{folder} holds step {manifest.step} by its {MANIFEST}")
+            if manifest.run.id != run_id:
+                raise RunFolderError(
+                    f"{folder} belongs to another run ({manifest.run.name}, id {manifest.run.id}): move it out of this run"
+                )
             if not _lists_training_state(manifest):
                 passed_over.append(folder)
                 continue
@@ -127,4 +135,9 @@ def verify_run(run: Path) -> tuple[int, list[str]]:
         elif parent and hashes.get(parent.step, "missing") not in (None, parent.manifest_sha256):
             faults.append(f"{folder} does not follow step {parent.step} as it is here")
         hashes[step] = parent_hash(folder)
+    steps = [row["step"] for row in read_rows(run / "metrics.jsonl")]
+    if steps != list(range(len(steps))) or (folders and len(steps) < max(folders)):
+        faults.append(
+            f"{run / 'metrics.jsonl'} has not one row per pass: {len(steps)} rows, the last of step {steps[-1] if steps else 'none'}"
+        )
     return len(folders), faults

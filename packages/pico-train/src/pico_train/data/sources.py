@@ -17,6 +17,7 @@ from typing import NamedTuple, Protocol
 from pico_train.config import DatasetConfig
 from pico_train.errors import UserError
 
+TEXT_KINDS = (".txt", ".jsonl", ".parquet")  # of a folder, unless a pattern says otherwise
 LONGEST_LINE = 1 << 20  # characters; a longer line of plain text is cut there
 
 # Tests and installed packages differ between installations of one Python version.
@@ -128,7 +129,7 @@ class TextFiles:
     """One file, or those of a folder that match ``pattern``: *.jsonl, *.parquet, else plain UTF-8 text."""
 
     root: Path
-    pattern: str
+    pattern: str | None
     text_key: str
     document_bytes: int
 
@@ -168,7 +169,8 @@ class TextFiles:
         if self.root.is_file():
             return [self.root]
         try:
-            paths = sorted((path for path in self.root.glob(self.pattern) if path.is_file()), key=self._name)
+            found = (path for path in self.root.glob(self.pattern or "**/*") if path.is_file())
+            paths = sorted((path for path in found if self.pattern or path.suffix in TEXT_KINDS), key=self._name)
         except (ValueError, NotImplementedError) as error:
             raise DataError(
                 f"data.dataset.pattern: {self.pattern!r} is not a pattern below a folder: {error}"
@@ -176,9 +178,10 @@ class TextFiles:
         except OSError as error:
             raise _unreadable(self.root, error) from None
         if not paths:
+            wanted = f"matches {self.pattern!r}" if self.pattern else f"ends in {', '.join(TEXT_KINDS)}"
             raise DataError(
-                f"data.dataset.pattern: no file in {self.root} matches {self.pattern!r}; "
-                "for other kinds of files set it, for example to '**/*.jsonl', '**/*.parquet' or '**/*'"
+                f"data.dataset.pattern: no file in {self.root} {wanted}; set it to a glob of the files to read, such as "
+                "data.dataset.pattern=\"'**/*.md'\" on the command line (with both quotes)"
             )
         return paths
 

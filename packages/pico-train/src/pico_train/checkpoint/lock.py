@@ -1,0 +1,43 @@
+"""One process at a time in a run folder."""
+
+import os
+import socket
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from pico_train.checkpoint.folder import RunFolderError
+
+
+@contextmanager
+def locked(run: Path) -> Iterator[None]:
+    """Hold the lock of the run folder ``run``; the system gives it up when the process ends, however it ends.
+
+    Raises:
+        RunFolderError: another process holds it; the message names its host and process.
+    """
+    with (run / "run.lock").open("a+", encoding="utf-8") as file:
+        try:
+            _lock(file.fileno())
+        except OSError:
+            file.seek(0)
+            raise RunFolderError(
+                f"{run} is in use by {file.read().strip() or 'another process'}: wait for it or stop it, or give this run "
+                "another checkpointing.run_name"
+            ) from None
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        file.flush()
+        yield
+
+
+def _lock(descriptor: int) -> None:
+    if sys.platform == "win32":
+        import msvcrt
+
+        msvcrt.locking(descriptor, msvcrt.LK_NBLCK, 1)
+    else:
+        import fcntl
+
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
