@@ -2,6 +2,7 @@
 
 import re
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -252,6 +253,13 @@ def test_two_files_of_one_name(plugin, folder):
     with pytest.raises(PluginError, match=r"sub/largest_plugin\.py: there is another module largest_plugin; rename"):
         load_metrics(["largest_plugin.py", "sub/largest_plugin.py"])
     assert "OTHER" in load_metrics(["sub/largest_plugin.py"])  # one after the other is fine
+
+
+def test_a_file_that_was_imported_already(plugin, folder, monkeypatch):
+    name = plugin("imported_plugin", LARGEST)
+    monkeypatch.syspath_prepend(folder)
+    import_module("imported_plugin")
+    assert "NAME" in load_metrics([name])
 
 
 # ---- what goes wrong while it measures

@@ -114,7 +114,8 @@ def _refuse_a_taken_name(plugin: str, module: ModuleType) -> None:
     if not name.isidentifier():
         raise PluginError(f"plugins: {plugin}: the name of the file must be that of a module, such as my_metrics.py")
     if name in sys.modules:
-        taken = not isinstance(sys.modules[name], PluginFile)
+        there = sys.modules[name]
+        taken = not isinstance(there, PluginFile) and getattr(there, "__file__", None) != module.__file__
     else:
         spec = find_spec(name)
         taken = spec is not None and spec.origin != module.__file__

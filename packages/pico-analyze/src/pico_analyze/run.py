@@ -184,8 +184,8 @@ def _measure(
 
         def on_checkpoint(name: str, n_done: int, n_all: int, rows: Sequence[Mapping[str, Any]]) -> None:
             nonlocal written_at
+            done.append(rows)  # first: whoever stops at what is shown shall find it in the table
             show(name, n_done, n_all)
-            done.append(rows)
             if time.monotonic() - written_at > WRITE_EVERY_S:
                 write_partial()
                 written_at = time.monotonic()
