@@ -35,7 +35,7 @@ from pico_analyze.components.matrix import Matrix
 from pico_analyze.metrics import METRICS
 
 SIZES = {"tiny": 96, "small": 384, "medium": 768, "large": 1536}
-N_LAYERS, H, K, SAMPLES = 12, 12, 4, 256
+N_LAYERS, H, K = 12, 12, 4
 SPECTRAL = (("per", {}), ("condition_number", {}), ("norm", {"norm_type": "nuclear"}))
 
 Values = list[float]
@@ -56,6 +56,7 @@ def main() -> None:
     groups = ["weights", "ov", "ov_gradients", "ov_cka", "gini"]
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
     parser.add_argument("--groups", nargs="+", choices=groups, default=groups)
+    parser.add_argument("--samples", type=int, default=1024, help="rows of the activations (default: 1024)")
     parser.add_argument("--repeats", type=int, default=3, help="of each way (default: 3)")
     parser.add_argument(
         "--ours-only", action="store_true", help="print the peak memory of ours in MiB, and nothing else"
@@ -64,14 +65,14 @@ def main() -> None:
     torch.set_num_threads(1)
     if arguments.ours_only:
         for size in arguments.sizes:
-            for group in layer(SIZES[size], arguments.groups).values():
+            for group in layer(SIZES[size], arguments.groups, arguments.samples).values():
                 group.ours()
         print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024)
         return
     print("| size | group | ours, s | plain, s | times faster | needed at large | largest relative error | peak MiB |")
     print("|---|---|---|---|---|---|---|---|")
     for size in arguments.sizes:
-        for name, group in layer(SIZES[size], arguments.groups).items():
+        for name, group in layer(SIZES[size], arguments.groups, arguments.samples).items():
             ours, plain = [], []
             group.ours()  # the first call of all loads libraries
             for _ in range(arguments.repeats):
@@ -80,6 +81,7 @@ def main() -> None:
             fast, slow = (N_LAYERS * statistics.median(times) for times in (ours, plain))
             error = max(abs(a / b - 1) for a, b in zip(group.ours(), group.exact(), strict=True))
             alone = [sys.executable, __file__, "--ours-only", "--sizes", size, "--groups", name]
+            alone += ["--samples", str(arguments.samples)]
             memory = subprocess.run(alone, capture_output=True, text=True, check=True).stdout.strip()
             print(
                 f"| {size} | {name} | {fast:.3f} | {slow:.2f} | {slow / fast:.1f} | {group.target} | {error:.0e} | {memory} |",
@@ -94,7 +96,7 @@ def seconds(work: Callable[[], object]) -> float:
     return time.process_time() - began
 
 
-def layer(d: int, groups: list[str]) -> dict[str, Group]:
+def layer(d: int, groups: list[str], samples: int) -> dict[str, Group]:
     """The groups asked for, on the tensors of one layer of width d."""
     random = torch.Generator().manual_seed(d)
     made = {
@@ -104,7 +106,7 @@ def layer(d: int, groups: list[str]) -> dict[str, Group]:
             "gradients",
             [make(rows, d, random) for make in (weight, gradient) for rows in (d // H * K, d)],
         ),
-        "ov_cka": lambda: of_activations(d, random),
+        "ov_cka": lambda: of_activations(d, samples, random),
         "gini": lambda: of_entries(weight(d, 4 * d, random)),
     }
     return {name: make() for name, make in made.items() if name in groups}
@@ -133,9 +135,9 @@ def gradient(rows: int, columns: int, random: torch.Generator) -> Tensor:
     return 1e-2 * power_law(rows, columns, min(256, rows), 1.0, random) + 1e-6 * noise
 
 
-def activations(d: int, random: torch.Generator) -> Tensor:
+def activations(d: int, samples: int, random: torch.Generator) -> Tensor:
     """Values of the kv heads, (n, K E): features of unequal variance about a common mean."""
-    hidden = torch.randn(SAMPLES, d, generator=random) * torch.arange(1, d + 1) ** -0.4
+    hidden = torch.randn(samples, d, generator=random) * torch.arange(1, d + 1) ** -0.4
     return (hidden + 0.05 * torch.randn(1, d, generator=random)) @ weight(d // H * K, d, random).T
 
 
@@ -199,8 +201,8 @@ def of_circuits(kind: str, parts: list[Tensor]) -> Group:
     )
 
 
-def of_activations(d: int, random: torch.Generator) -> Group:
-    steps = [[activations(d, random), weight(d, d, random)] for _ in range(2)]
+def of_activations(d: int, samples: int, random: torch.Generator) -> Group:
+    steps = [[activations(d, samples, random), weight(d, d, random)] for _ in range(2)]
     component = OVCircuit("activations", "val", "all", None)
 
     def ours() -> Values:

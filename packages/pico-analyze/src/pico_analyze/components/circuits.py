@@ -122,7 +122,7 @@ class OVCircuit(Circuit):
         if self.kind == "activations":
             x, o = parts  # (n, K E), (d, H E)
             lefts = of_columns(x, K).repeat_interleave(H // K, dim=0)  # (H, n, E)
-            rights = of_columns(o, H).mT  # (H, E, d)
+            rights = of_columns(o, H).mT.contiguous()  # (H, E, d)
         else:
             v, o = parts[:2]  # (K E, d), (d, H E)
             lefts, rights = of_columns(o, H), of_rows(v, H, K)  # (H, d, E), (H, E, d)

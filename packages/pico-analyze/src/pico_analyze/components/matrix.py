@@ -20,9 +20,9 @@ from torch import Tensor
 
 _EPSILON = torch.finfo(torch.float64).eps
 
-_CHOLESKY_LIMIT = 1e6
-"""Above this bound on the squared condition number of the normalised rows R comes from a QR. That of Cholesky is wrong by
-about 1e-16 of the bound."""
+_CHOLESKY_LIMIT = 1e8
+"""Above this bound on the squared condition number of the normalised rows R comes from a QR: what Cholesky gives is wrong
+by 1e-16 of that number, which the bound exceeds up to r^2 times."""
 
 _SQUARES_IN_RANGE = (1e-100, 1e100)
 
@@ -225,14 +225,15 @@ def _triangles(blocks: Tensor) -> Tensor:
     if r <= n:
         gram = blocks @ blocks.mT
         norms = gram.diagonal(dim1=1, dim2=2).sqrt().unsqueeze(2)  # (b, r, 1)
+        lower: Tensor
         lower, _ = torch.linalg.cholesky_ex(gram / norms / norms.mT)
         eye = torch.eye(r, dtype=torch.float64).expand(b, r, r)
         inverse = torch.linalg.solve_triangular(lower, eye, upper=False)
         bound = r * inverse.square().sum((1, 2)).max()  # nan, inf where Cholesky failed or squares left the range
         if bound < _CHOLESKY_LIMIT and lower.isfinite().all():
-            triangles: Tensor = (norms * lower).mT
-            return triangles
-    triangles = torch.linalg.qr(blocks.mT, mode="r").R
+            return norms.mT * lower.mT
+    triangles: Tensor
+    _, triangles = torch.linalg.qr(blocks.mT, mode="r")
     return triangles
 
 
