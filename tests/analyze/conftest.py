@@ -36,14 +36,17 @@ DTYPES = {
 ROLES = {
     "embedding_proj": "embed",
     "attention_norm": "attention_norm",
+    "attention.q_proj": "q",
+    "attention.k_proj": "k",
     "attention.v_proj": "v",
     "attention.o_proj": "o",
     "swiglu.w_2": "down",
+    "de_embedding_proj": "unembed",
 }
 CAPTURED = ("attention.v_proj", "attention.o_proj", "swiglu.w_2")
 ROWS, BATCH, SEQ_LEN, VOCABULARY = 24, 4, 8, 32
 
-# (kind, split, module) -> tensor
+# (kind, split, module) -> tensor; for the optimizer's, the moment stands in the place of the split
 Tensors = dict[tuple[str, str | None, str], Tensor]
 
 
@@ -102,8 +105,11 @@ def write_checkpoint(
     files: dict[str, dict[str, Tensor]] = {}
     rows = []
     for (kind, split, module), tensor in tensors.items():
-        file = "model.safetensors" if kind == "weights" else f"learning_dynamics/{split}_{kind}.safetensors"
-        key = f"model.{module}.weight" if kind == "weights" else module
+        moment, split = (split, None) if kind == "optimizer" else (None, split)
+        file = {"weights": "model.safetensors", "optimizer": "training_state/optimizer.safetensors"}.get(
+            kind, f"learning_dynamics/{split}_{kind}.safetensors"
+        )
+        key = {"weights": f"model.{module}.weight", "optimizer": f"{module}.weight.{moment}"}.get(kind, module)
         files.setdefault(file, {})[key] = tensor.contiguous()
         layer, _, suffix = module.removeprefix("layers.").partition(".")
         dtype = DTYPES[tensor.dtype]
@@ -114,7 +120,7 @@ def write_checkpoint(
                 split=split,
                 layer=int(layer) if suffix else None,
                 module=module,
-                role=ROLES.get(suffix or module),
+                role=moment or ROLES.get(suffix or module),
                 file=file,
                 key=key,
                 shape=list(tensor.shape),

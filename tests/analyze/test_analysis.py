@@ -401,6 +401,14 @@ def test_a_step_that_vanishes_is_not_kept(run_folder):
             "does not fit weights; what fits: gini, hoyer, per, condition_number, norm",
         ),
         (
+            metric("per", {"component_name": "delta", "data_type": "weights", "role": "v"}),
+            "per of delta: target_checkpoint: is needed; give a step, or last",
+        ),
+        (
+            metric("per", {"component_name": "full_ov_circuit", "data_type": "weights"}),
+            "does not fit this component; what fits: eigenvalue_positivity",
+        ),
+        (
             metric("intrinsic_dimension", simple("weights")),
             "measures activations and does not fit weights; what fits: gini",
         ),
@@ -448,6 +456,53 @@ def test_equal_parameters_are_one_cell(run_folder):
     ]
     frame = measured(analyze(run_folder, config(*entries, steps=[0])))
     assert frame["parameters"].value_counts().to_dict() == {'{"tolerance": 1e-06}': 2, '{"tolerance": 0.0}': 2}
+
+
+def test_delta_is_measured_against_its_reference(run_folder, monkeypatch):
+    """Norms of W_t - W_s; the difference and its spectrum serve all metrics."""
+    from safetensors.torch import load_file
+
+    import pico_analyze.measure as module
+
+    made = []
+    monkeypatch.setattr(module, "difference", lambda *sides, of=module.difference: made.append(1) or of(*sides))
+    delta = {"component_name": "delta", "data_type": "weights", "role": "down"}
+    entries = [
+        metric("norm", delta, norm_type=kind, target_checkpoint=1, split=None) for kind in ("frobenius", "nuclear")
+    ]
+    frame = measured(analyze(run_folder, config(*entries, metric("per", delta, target_checkpoint=1, split=None))))
+    assert len(made) == 4 * 2
+    assert set(frame["reference_step"]) == {1}
+    weights = {
+        step: load_file(run_folder / "checkpoints" / f"step_{step}" / "model.safetensors") for step in (0, 1, 2, 10)
+    }
+    for row in frame[frame["metric"] == "norm"].itertuples():
+        w, v = (weights[step][f"model.layers.{row.layer}.swiglu.w_2.weight"].double() for step in (row.step, 1))
+        order = json.loads(row.parameters)["norm_type"][:3]
+        assert row.value == pytest.approx(float(torch.linalg.matrix_norm(w - v, order)), rel=1e-9)
+        assert row.content_hash != row.reference_hash or row.step == 1
+    still = frame[(frame["metric"] == "per") & (frame["step"] == 1)]
+    assert set(still["reason"]) == {"all singular values are zero"}
+
+
+def test_moments_of_the_optimizer(make_run):
+    def change(step, tensors):
+        if step:
+            tensors["optimizer", "exp_avg", "layers.1.swiglu.w_2"] = torch.full((16, 32), float(step))
+            tensors["optimizer", "exp_avg_sq", "layers.1.swiglu.w_2"] = torch.full((16, 32), 0.5)
+
+    moments = {"component_name": "simple", "data_type": "optimizer", "role": "down"}
+    entry = metric("norm", moments, norm_type="inf", split=None)
+    frame = measured(analyze(make_run(steps=(0, 2), change=change), config(entry)))
+    values = {(row.step, row.module): (row.status, row.value) for row in frame.fillna({"value": -1.0}).itertuples()}
+    assert values == {
+        (0, "swiglu.w_2.exp_avg"): ("missing", -1.0),
+        (0, "swiglu.w_2.exp_avg_sq"): ("missing", -1.0),
+        (2, "swiglu.w_2.exp_avg"): ("ok", 2.0),
+        (2, "swiglu.w_2.exp_avg_sq"): ("ok", 0.5),
+    }
+    assert frame["split"].isna().all()
+    assert set(frame.loc[frame["step"] == 0, "reason"]) == {"step 0: this checkpoint holds no optimizer state"}
 
 
 def test_a_run_without_activations(make_run):

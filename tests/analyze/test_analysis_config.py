@@ -262,12 +262,30 @@ def test_one_thing_wrong(problems, text, problem):
             ("data_type: weights", "data_type: weight"),
             'metrics.0.components.0.data_type: "weight" is not allowed; allowed',
         ),
+        (
+            ("layer_suffixes: swiglu.w_2", "role: values"),
+            'metrics.0.components.0.role: "values" is not allowed; allowed: one of "q", "k", "v"',
+        ),
+        (
+            ("layer_suffixes: swiglu.w_2", "layer_suffixes: swiglu.w_2, role: down"),
+            'metrics.0.components.0.role: "down" stands in the place of layer_suffixes',
+        ),
+        (
+            ("layer_suffixes: swiglu.w_2, ", ""),
+            "metrics.0.components.0.layer_suffixes: null is not enough for simple; give it, or a role",
+        ),
         (("component_name: simple, ", ""), "metrics.0.components.0.component_name: missing; needed: text"),
     ],
 )
 def test_an_entry_that_does_not_fit_together(problems, change, problem):
     lines = problems(GOOD.replace(*change))
     assert any(line.startswith(problem) for line in lines), lines
+
+
+def test_roles_have_no_published_file(problems):
+    text = GOOD.replace("layer_suffixes: swiglu.w_2", "role: down")
+    (line,) = problems(text, "write_json=pico_v0")
+    assert line.startswith('write_json: "pico_v0" names modules: give layer_suffixes, not role down')
 
 
 def test_several_things_wrong_are_all_named_once(problems):

@@ -177,6 +177,25 @@ class TestProduct:
         uneven = Matrix.product(torch.cat([o, d_o * unbalance], 1), torch.cat([d_v * unbalance, v]))
         torch.testing.assert_close(uneven.spectrum().values / unbalance, even.spectrum().values, rtol=1e-10, atol=0)
 
+    @pytest.mark.parametrize("exponent", range(9))
+    def test_the_right_factor_is_reduced_as_accurately_whatever_its_condition(self, exponent):
+        """By Cholesky where that is accurate, otherwise by QR."""
+        right = graded(8, 60, 10.0**exponent)
+        expected = torch.logspace(0, -exponent, 8, dtype=torch.float64)
+        torch.testing.assert_close(
+            Matrix.product(torch.eye(8, dtype=torch.float64), right).spectrum().values, expected, rtol=1e-6, atol=0
+        )
+
+    @pytest.mark.parametrize(
+        "right", [torch.ones(3, 20), torch.zeros(3, 20), normal(3, 20) * 1e-300, normal(3, 20) * 1e200]
+    )
+    def test_right_factors_that_cholesky_cannot_reduce(self, right):
+        left = normal(9, 3) * 1e-3
+        triangle = torch.linalg.qr(right.double().T, mode="r").R
+        rows = Matrix.product(left, right).rows()
+        assert rows.isfinite().all()
+        torch.testing.assert_close(rows, left @ triangle.T, rtol=1e-10, atol=0)
+
     def test_structural_zeros_do_not_count(self):
         value, output = normal(16, 64), normal(64, 16, seed=1)
         spectrum = Matrix.product(output, value).spectrum()

@@ -63,10 +63,16 @@ class ComponentEntry(Section):
     """What a metric is measured on."""
 
     component_name: str = Field(min_length=1, description="as `pico-analyze ls components` lists them")
-    data_type: Literal["weights", "activations", "gradients"] = Field(description="kind of the tensors")
-    layer_suffixes: Text | dict[str, Text] = Field(
-        description="end of the module names, e.g. swiglu.w_2; "
-        "for ov_circuit a mapping with value_layer and output_layer"
+    data_type: Literal["weights", "activations", "gradients", "optimizer"] = Field(
+        description="kind of the tensors; optimizer = the moments of the optimizer"
+    )
+    layer_suffixes: Text | dict[str, Text] | None = Field(
+        None,
+        description="end of the module names, e.g. swiglu.w_2; for ov_circuit a mapping with value_layer and "
+        "output_layer, for qk_circuit with query_layer and key_layer; null = by role",
+    )
+    role: Literal["q", "k", "v", "o", "gate", "up", "down", "embed", "unembed"] | None = Field(
+        None, description="what the modules do, in the place of layer_suffixes, for simple and delta"
     )
     layers: Steps | Literal["all"] = Field("all", description="block numbers from 0, or all")
     order: Literal["pico_v0"] | None = Field(
@@ -77,6 +83,16 @@ class ComponentEntry(Section):
         """An empty list of layers selects nothing; the order of the product is a matter of OV weights."""
         if not self.layers:
             yield Problem("layers", self.layers, "selects nothing; list block numbers, or write all")
+        if self.role is not None and self.layer_suffixes is not None:
+            yield Problem(
+                "role", self.role, "stands in the place of layer_suffixes; give one of them", ("layer_suffixes",)
+            )
+        if self.component_name in ("simple", "delta") and self.role is None and self.layer_suffixes is None:
+            yield Problem(
+                "layer_suffixes", None, f"is not enough for {self.component_name}; give it, or a role", ("role",)
+            )
+        if self.role is not None and self.component_name in ("ov_circuit", "qk_circuit", "full_ov_circuit"):
+            yield Problem("role", self.role, "is for one module; a circuit finds its own roles", ("component_name",))
         if self.order is not None and (self.component_name, self.data_type) != ("ov_circuit", "weights"):
             yield Problem("order", self.order, "is only for the weights of ov_circuit", ("component_name", "data_type"))
 
@@ -132,7 +148,7 @@ class MetricEntry(Section):
             yield Problem("options", name, f"is a key of its own: write {name} beside metric_name", ("metric_name",))
         if not self.components:
             yield Problem("components", [], "is empty: the metric is measured on nothing")
-        captured = sorted({c.data_type for c in self.components} - {"weights"})
+        captured = sorted({c.data_type for c in self.components} - {"weights", "optimizer"})
         if captured and self.data_split is None:
             yield Problem("data_split", None, f"must be train or val for {' and '.join(captured)}", ("components",))
 
@@ -197,6 +213,9 @@ class AnalysisConfig(Section):
         """The name of an analysis is a folder."""
         if self.analysis_name and (message := folder_name_problem(self.analysis_name)):
             yield Problem("analysis_name", self.analysis_name, message)
+        by_role = [c.role for entry in self.metrics for c in entry.components if c.role is not None]
+        if self.write_json is not None and by_role:
+            yield Problem("write_json", self.write_json, f"names modules: give layer_suffixes, not role {by_role[0]}")
 
     def to_yaml(self) -> str:
         """All keys with their values, as YAML that loads back equal."""

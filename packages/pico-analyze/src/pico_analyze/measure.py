@@ -14,6 +14,7 @@ from pico_analyze.checkpoint.format import CheckpointError
 from pico_analyze.checkpoint.reader import Checkpoint, Run
 from pico_analyze.components import Component, Piece, Selection
 from pico_analyze.components.matrix import Flagged, Matrix, Undefined
+from pico_analyze.components.single import difference
 from pico_analyze.metrics import MetricError
 from pico_analyze.plan import Cell
 
@@ -69,13 +70,21 @@ def measure(work: Work, references: References) -> Measured:
             logger.warning("%s of %s step %d: %s", group[0].measurement.source.name, work.run.name, work.step, error)
             measured |= {cell.key: [_failed(error) for _ in cell.selection.heads] for cell in group}
             continue
+        changes: dict[int | None, list[Piece]] = {}  # the matrices less those of another step, by that step
         for cell in group:
             try:
                 others = _reference(work.run, cell, references)
             except CheckpointError as error:
                 measured[cell.key] = missing(cell, f"the reference: {error}")
+                continue
             except MeasuringError as error:
                 measured[cell.key] = [_failed(error) for _ in cell.selection.heads]
+                continue
+            if others and cell.measurement.metric.consumes != "pair":
+                step = cell.measurement.reference_step(work.run)
+                if step not in changes:
+                    changes[step] = [difference(*sides) for sides in zip(pieces, *others, strict=True)]
+                measured[cell.key] = [_value(cell, piece) for piece in changes[step]]
             else:
                 measured[cell.key] = [_value(cell, *matrices) for matrices in zip(pieces, *others, strict=True)]
     return measured

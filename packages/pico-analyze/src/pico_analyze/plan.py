@@ -211,11 +211,16 @@ def _measurement(
     kind = component.data_type
     if kind not in info.kinds:
         raise ValueError(f"it has no {kind}, only {', '.join(info.kinds)}")
-    if metric.consumes == "pair" and entry.target_checkpoint is None:
+    if info.only and entry.metric_name not in info.only:
+        raise ValueError(f"does not fit this component; what fits: {', '.join(info.only)}")
+    compared = metric.consumes == "pair" or info.compared
+    if compared and entry.target_checkpoint is None:
         raise ValueError("target_checkpoint: is needed; give a step, or last")
-    if metric.consumes != "pair" and entry.target_checkpoint is not None:
+    if not compared and entry.target_checkpoint is not None:
         pairs = ", ".join(name for name, other in metrics.items() if other.consumes == "pair")
-        raise ValueError(f"target_checkpoint: {entry.target_checkpoint} is only for metrics that compare: {pairs}")
+        raise ValueError(
+            f"target_checkpoint: {entry.target_checkpoint} is only for metrics that compare: {pairs}; and for delta"
+        )
     if kind not in metric.fits:
         others = ", ".join(name for name, other in metrics.items() if kind in other.fits)
         verb = "compares" if metric.consumes == "pair" else "measures"
@@ -224,7 +229,7 @@ def _measurement(
         raise ValueError(
             "needs the same samples at every step, and the batch of split train is another at each; use data_split: val"
         )
-    split = None if kind == "weights" else entry.data_split
+    split = None if kind in ("weights", "optimizer") else entry.data_split
     source = Source(
         name=component.component_name,
         kind=kind,
@@ -253,8 +258,11 @@ def _measurement(
 
 def _component(entry: ComponentEntry, info: ComponentInfo, split: Split | None) -> Component:
     """The component with the settings of its entry; ValueError where these do not fit it, or it fails on them."""
+    suffixes: str | dict[str, str] | None = entry.layer_suffixes
+    if entry.role is not None:
+        suffixes = {"role": entry.role}
     try:
-        return info.load()(entry.data_type, split, entry.layers, entry.layer_suffixes, entry.order)
+        return info.load()(entry.data_type, split, entry.layers, suffixes, entry.order)
     except ComponentError:
         raise
     except Exception as error:

@@ -279,7 +279,7 @@ def _rows_of(
         & frame["kind"].eq(component.data_type)
         & frame["status"].ne("missing")
     ]
-    if component.data_type != "weights":
+    if component.data_type not in ("weights", "optimizer"):
         chosen = chosen[chosen["split"] == entry.data_split]
     if component.layers != "all":
         chosen = chosen[chosen["layer"].isin(component.layers)]

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from pico_analyze.components.matrix import Matrix
 
 Layers = Sequence[int] | Literal["all"]
-MEASURED: tuple[Kind, ...] = ("weights", "activations", "gradients")
+MEASURED: tuple[Kind, ...] = ("weights", "activations", "gradients", "optimizer")
 
 
 class ComponentError(ValueError):
@@ -82,10 +82,13 @@ class MakeComponent(Protocol):
         kind: Kind,
         split: Split | None,
         layers: Layers,
-        layer_suffixes: str | dict[str, str],
+        layer_suffixes: str | dict[str, str] | None,
         order: Literal["pico_v0"] | None = None,
     ) -> Component:
-        """The component; raises `ComponentError` where its settings do not fit it."""
+        """The component; raises `ComponentError` where its settings do not fit it.
+
+        ``layer_suffixes`` is as the entry gives it, ``{"role": role}`` where that gives a role, None without either.
+        """
 
 
 @dataclass(frozen=True)
@@ -96,6 +99,10 @@ class ComponentInfo:
     kinds: tuple[Kind, ...]
     suffixes: tuple[str, ...]
     summary: str
+    compared: bool = False
+    """Whether it is a difference from the step that the entry of the metric names as target_checkpoint."""
+    only: tuple[str, ...] = ()
+    """The metrics that fit it; empty where all do."""
 
     def load(self) -> MakeComponent:
         """Import the component."""
@@ -117,15 +124,36 @@ class ComponentInfo:
 COMPONENTS: dict[str, ComponentInfo] = {
     "simple": ComponentInfo(
         path="pico_analyze.components.single:Simple",
-        kinds=("weights", "activations", "gradients"),
+        kinds=("weights", "activations", "gradients", "optimizer"),
         suffixes=(),
-        summary="one stored tensor: a module's weight, its output, or the gradient of its weight",
+        summary="one stored tensor: a module's weight, its output, the gradient of its weight, or a moment of that, "
+        "named <module>.exp_avg or <module>.exp_avg_sq",
+    ),
+    "delta": ComponentInfo(
+        path="pico_analyze.components.single:Delta",
+        kinds=("weights",),
+        suffixes=(),
+        summary="what has changed in a weight since target_checkpoint: W_t - W_s",
+        compared=True,
     ),
     "ov_circuit": ComponentInfo(
         path="pico_analyze.components.circuits:OVCircuit",
         kinds=("weights", "activations", "gradients"),
         suffixes=("value_layer", "output_layer"),
         summary="what a head writes for what it reads, W_O W_V: per head, and all heads side by side",
+    ),
+    "qk_circuit": ComponentInfo(
+        path="pico_analyze.components.circuits:QKCircuit",
+        kinds=("weights", "gradients"),
+        suffixes=("query_layer", "key_layer"),
+        summary="where a head looks, W_Q' W_K, without scale and rotary embedding: per head, and all heads side by side",
+    ),
+    "full_ov_circuit": ComponentInfo(
+        path="pico_analyze.components.vocabulary:FullOVCircuit",
+        kinds=("weights",),
+        suffixes=("value_layer", "output_layer"),
+        summary="how a head moves all logits for the token that it reads, W_U W_O W_V W_E: eigenvalues, per head",
+        only=("eigenvalue_positivity",),
     ),
 }
 

@@ -1,13 +1,13 @@
-"""The component ``ov_circuit``: what an attention head writes into the stream for what it reads from it.
+"""The components ``ov_circuit`` and ``qk_circuit``: what a head writes for what it reads, and where it looks.
 
-Legend: d d_model, H query heads, K kv heads, E head_dim, n captured rows. Query head h reads through the rows
-of kv head ``h // (H / K)`` of the value projection and writes through columns h E .. (h + 1) E of the output
-projection. The circuit is W_O W_V of Elhage et al., "A mathematical framework for transformer circuits",
-2021; its thin factors are not multiplied out.
+Legend: d d_model, H query heads, K kv heads, E head_dim, n captured rows. Query head h has the rows h E .. (h + 1) E of
+the query projection and the columns h E .. (h + 1) E of the output projection; it reads through the rows of kv head
+``h // (H / K)`` of the key and value projections. The circuits are those of Elhage et al., "A mathematical framework for
+transformer circuits", 2021; their thin factors are not multiplied out.
 """
 
 from collections.abc import Iterator
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -18,8 +18,81 @@ from pico_analyze.components import ComponentError, Layers, Piece, Selection
 from pico_analyze.components.matrix import Matrix
 from pico_analyze.components.single import find_rows, name_in_block
 
+WORDS = {"q": "query", "k": "key", "v": "value", "o": "output"}
 
-class OVCircuit:
+
+class Circuit:
+    """What the circuits share: two projections of each block's attention, and a matrix for each head."""
+
+    name: ClassVar[str]
+    roles: ClassVar[tuple[str, str]]
+
+    def __init__(
+        self,
+        kind: Kind,
+        split: Split | None,
+        layers: Layers,
+        layer_suffixes: str | dict[str, str] | None,
+        order: Literal["pico_v0"] | None = None,
+    ) -> None:
+        keys = {f"{WORDS[role]}_layer": role for role in self.roles}
+        if layer_suffixes is not None and (not isinstance(layer_suffixes, dict) or set(layer_suffixes) != set(keys)):
+            example = ", ".join(f"{key}: attention.{role}_proj" for key, role in keys.items())
+            raise ComponentError(
+                f"{self.name} takes layer_suffixes as a mapping with {' and '.join(keys)}, such as {{{example}}}; "
+                "without layer_suffixes it finds them by their roles"
+            )
+        if order is not None and (self.name != "ov_circuit" or kind != "weights"):
+            raise ComponentError(f"order {order} applies to the weights of ov_circuit only, not to {kind}")
+        self.kind, self.split, self.layers, self.order = kind, split, layers, order
+        assert layer_suffixes is None or isinstance(layer_suffixes, dict)
+        self.suffixes = {role: layer_suffixes[key] if layer_suffixes else None for key, role in keys.items()}
+
+    def needed(self) -> list[tuple[Kind, str]]:
+        """Kind and role of the tensors of one block, in the order of a selection's rows: gradients after weights."""
+        kinds: list[Kind] = ["weights", "gradients"] if self.kind == "gradients" else ["weights"]
+        return [(kind, role) for kind in kinds for role in self.roles]
+
+    def select(self, manifest: Manifest) -> list[Selection]:
+        """One selection for each block."""
+        parts = [self._part(manifest, kind, role) for kind, role in self.needed()]
+        layers = sorted(set.intersection(*(set(part) for part in parts)))
+        heads = (*range(manifest.model.n_heads), None)
+        return [
+            Selection(
+                layer,
+                name_in_block(parts[0][layer]).rpartition(".")[0],
+                heads,
+                tuple(part[layer] for part in parts),
+            )
+            for layer in layers
+        ]
+
+    def _part(self, manifest: Manifest, kind: Kind, role: str) -> dict[int, TensorRow]:
+        suffix = self.suffixes[role]
+        rows = find_rows(manifest, kind, self.split, self.layers, suffix, role)
+        wrong = next((row for row in rows if row.role != role or row.layer is None), None)
+        if wrong is not None:
+            raise ComponentError(
+                f"{self.name} needs the {WORDS[role]} projection of attention, "
+                f"of role {role!r}, but {suffix!r} selects {wrong.module}, of role {wrong.role!r}"
+            )
+        return {row.layer: row for row in rows if row.layer is not None}
+
+    def pieces(self, checkpoint: Checkpoint, selection: Selection) -> Iterator[Piece]:
+        """The circuit of each head, then of all heads side by side."""
+        shape = checkpoint.manifest.model
+        parts = [checkpoint.tensor(row) for row in selection.rows]
+        matrices = self.matrices(parts, shape.n_heads, shape.n_kv_heads)
+        for head, matrix in zip(selection.heads, matrices, strict=True):
+            yield Piece(selection.layer, head, selection.module, matrix, selection.content_hash, selection.dtype)
+
+    def matrices(self, parts: list[Tensor], H: int, K: int) -> Iterator[Matrix]:
+        """The matrix of each head, then of all heads side by side."""
+        raise NotImplementedError
+
+
+class OVCircuit(Circuit):
     """One matrix per query head, then the heads side by side (head null).
 
     ============  =================================  ===============  ==============================
@@ -37,90 +110,26 @@ class OVCircuit:
     pico-analyze computes them: the same eigenvalues per head, but other singular values.
     """
 
-    def __init__(
-        self,
-        kind: Kind,
-        split: Split | None,
-        layers: Layers,
-        layer_suffixes: str | dict[str, str],
-        order: Literal["pico_v0"] | None = None,
-    ) -> None:
-        if not isinstance(layer_suffixes, dict) or set(layer_suffixes) != {"value_layer", "output_layer"}:
-            raise ComponentError(
-                "ov_circuit takes layer_suffixes as a mapping with value_layer and output_layer, "
-                "such as {value_layer: attention.v_proj, output_layer: attention.o_proj}"
-            )
-        if order is not None and kind != "weights":
-            raise ComponentError(f"order {order} applies to the weights of ov_circuit only, not to {kind}")
-        self.kind, self.split, self.layers, self.order = kind, split, layers, order
-        self.value, self.output = layer_suffixes["value_layer"], layer_suffixes["output_layer"]
+    name = "ov_circuit"
+    roles = ("v", "o")
 
-    def select(self, manifest: Manifest) -> list[Selection]:
-        """One selection for each block: its value and output tensors, gradients after weights."""
-        needed: list[tuple[Kind, str, str]]
-        match self.kind:
-            case "activations":
-                needed = [("activations", self.value, "v"), ("weights", self.output, "o")]
-            case "gradients":
-                needed = [
-                    ("weights", self.value, "v"),
-                    ("weights", self.output, "o"),
-                    ("gradients", self.value, "v"),
-                    ("gradients", self.output, "o"),
-                ]
-            case _:
-                needed = [("weights", self.value, "v"), ("weights", self.output, "o")]
-        parts = [self._part(manifest, kind, suffix, role) for kind, suffix, role in needed]
-        layers = sorted(set.intersection(*(set(part) for part in parts)))
-        heads = (*range(manifest.model.n_heads), None)
-        return [
-            Selection(
-                layer,
-                name_in_block(parts[0][layer]).rpartition(".")[0],
-                heads,
-                tuple(part[layer] for part in parts),
-            )
-            for layer in layers
-        ]
+    def needed(self) -> list[tuple[Kind, str]]:
+        """Kind and role of the tensors of one block; of activations those of the values."""
+        return [("activations", "v"), ("weights", "o")] if self.kind == "activations" else super().needed()
 
-    def _part(self, manifest: Manifest, kind: Kind, suffix: str, role: str) -> dict[int, TensorRow]:
-        rows = find_rows(manifest, kind, self.split, self.layers, suffix)
-        wrong = next((row for row in rows if row.role != role or row.layer is None), None)
-        if wrong is not None:
-            raise ComponentError(
-                f"ov_circuit needs the {'value' if role == 'v' else 'output'} projection of attention, "
-                f"of role {role!r}, but {suffix!r} selects {wrong.module}, of role {wrong.role!r}"
-            )
-        return {row.layer: row for row in rows if row.layer is not None}
-
-    def pieces(self, checkpoint: Checkpoint, selection: Selection) -> Iterator[Piece]:
-        """The circuit of each head, then of all heads side by side."""
-        shape = checkpoint.manifest.model
-        parts = [checkpoint.tensor(row) for row in selection.rows]
-        matrices = self._matrices(parts, shape.n_heads, shape.n_kv_heads)
-        for head, matrix in zip(selection.heads, matrices, strict=True):
-            yield Piece(selection.layer, head, selection.module, matrix, selection.content_hash, selection.dtype)
-
-    def _matrices(self, parts: list[Tensor], H: int, K: int) -> Iterator[Matrix]:
+    def matrices(self, parts: list[Tensor], H: int, K: int) -> Iterator[Matrix]:
         """The matrix of each head, then of all heads side by side."""
-
-        def of_rows(x: Tensor) -> Tensor:  # each kv head once for each of its query heads
-            return x.view(K, -1, x.shape[1]).repeat_interleave(H // K, dim=0)  # (K E, d) -> (H, E, d)
-
-        def of_columns(x: Tensor, n: int = H) -> Tensor:
-            return x.view(x.shape[0], n, -1).movedim(1, 0)  # (d, n E) -> (n, d, E)
-
         if self.kind == "activations":
             x, o = parts  # (n, K E), (d, H E)
             lefts = of_columns(x, K).repeat_interleave(H // K, dim=0)  # (H, n, E)
-            rights = of_columns(o).mT  # (H, E, d)
+            rights = of_columns(o, H).mT.contiguous()  # (H, E, d)
         else:
             v, o = parts[:2]  # (K E, d), (d, H E)
-            lefts, rights = of_columns(o), of_rows(v)  # (H, d, E), (H, E, d)
+            lefts, rights = of_columns(o, H), of_rows(v, H, K)  # (H, d, E), (H, E, d)
         if self.kind == "gradients":
             dv, do = parts[2:]
-            lefts = torch.cat([lefts, of_columns(do)], dim=2)  # (H, d, 2 E)
-            rights = torch.cat([of_rows(dv), rights], dim=1)  # (H, 2 E, d)
+            lefts = torch.cat([lefts, of_columns(do, H)], dim=2)  # (H, d, 2 E)
+            rights = torch.cat([of_rows(dv, H, K), rights], dim=1)  # (H, 2 E, d)
 
         if self.order == "pico_v0":
             products = rights.double() @ lefts.double()  # (H, E, E)
@@ -134,3 +143,45 @@ class OVCircuit:
             yield Matrix.product(x, blocks)
         else:
             yield Matrix.product(lefts.movedim(0, 1).flatten(1), rights)  # (d, H r), (H, r, d)
+
+
+class QKCircuit(Circuit):
+    """One matrix per query head, then the heads side by side (head null).
+
+    ============  =================================  ===============  ==============================
+    kind          head h                             singular values  side by side
+    ============  =================================  ===============  ==============================
+    weights       Q_h' K_k                 (d x d)   E                [Q_1'K ... Q_H'K]    (d x H d)
+    gradients     Q_h' dK_k + dQ_h' K_k    (d x d)   2 E              likewise             (d x H d)
+    ============  =================================  ===============  ==============================
+
+    It is the bilinear form x' Q_h' K_k y of a token x that looks and a token y that is looked at, both as attention
+    reads them, after the norm. The score before the softmax is this form over sqrt(E) where both stand at the same
+    position. At other positions the rotary embedding turns the pairs of Q_h x and K_k y against each other by an angle
+    that grows with the distance; neither that nor the factor 1/sqrt(E) is part of the matrix. Minus the gradient is the
+    first-order change of Q_h' K_k per unit of SGD step.
+    """
+
+    name = "qk_circuit"
+    roles = ("q", "k")
+
+    def matrices(self, parts: list[Tensor], H: int, K: int) -> Iterator[Matrix]:
+        """The matrix of each head, then of all heads side by side."""
+        q, k = parts[:2]  # (H E, d), (K E, d)
+        lefts, rights = of_rows(q, H, H).mT, of_rows(k, H, K)  # (H, d, E), (H, E, d)
+        if self.kind == "gradients":
+            dq, dk = parts[2:]
+            lefts = torch.cat([lefts, of_rows(dq, H, H).mT], dim=2)  # (H, d, 2 E)
+            rights = torch.cat([of_rows(dk, H, K), rights], dim=1)  # (H, 2 E, d)
+        yield from map(Matrix.product, lefts, rights)
+        yield Matrix.product(lefts.movedim(0, 1).flatten(1), rights)  # (d, H r), (H, r, d)
+
+
+def of_rows(x: Tensor, H: int, K: int) -> Tensor:
+    """The rows of each of K heads, once for each of its query heads: (K E, d) -> (H, E, d)."""
+    return x.view(K, -1, x.shape[1]).repeat_interleave(H // K, dim=0)
+
+
+def of_columns(x: Tensor, n: int) -> Tensor:
+    """The columns of each of n heads: (d, n E) -> (n, d, E)."""
+    return x.view(x.shape[0], n, -1).movedim(1, 0)

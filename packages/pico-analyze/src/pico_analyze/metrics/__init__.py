@@ -144,6 +144,17 @@ METRICS: dict[str, Metric] = {
         parameters={"discard": Number(0, 0.9, default=0.1)},
         kinds=("activations",),
     ),
+    "eigenvalue_positivity": Metric(
+        function="pico_analyze.metrics.eigenvalues:eigenvalue_positivity",
+        consumes="matrix",
+        summary="sum of the real parts of the eigenvalues over the sum of their magnitudes",
+        range="[-1, 1]",
+        meaning="1 when all eigenvalues of a square matrix are positive, -1 when all are negative. Of full_ov_circuit "
+        "it is the copying score of a head: near 1 where seeing a token raises its own logit. Of ov_circuit it asks "
+        "whether a head adds to the stream what it reads there. Large eigenvalues decide; random circuits scatter "
+        "about 0.",
+        kinds=("weights", "gradients"),
+    ),
     "cka": Metric(
         function="pico_analyze.metrics.similarity:cka",
         consumes="pair",

@@ -55,6 +55,7 @@ METRICS: dict[str, MetricWords] = {
     "dead_units": MetricWords("share of dead units", limits=(0.0, 1.0)),
     "anisotropy": MetricWords("mean cosine"),
     "intrinsic_dimension": MetricWords("intrinsic dimension"),
+    "eigenvalue_positivity": MetricWords("positivity of the eigenvalues"),
     "cka": MetricWords("CKA", limits=(0.0, 1.0)),
     "pwcca": MetricWords("PWCCA", limits=(0.0, 1.0)),
     "mean_cca": MetricWords("mean CCA", limits=(0.0, 1.0)),
@@ -75,6 +76,7 @@ NAMED_BY_PARAMETER = {
     "norm": NORMS,
     "alpha": {"alpha": "power-law exponent", "ks_distance": "distance of the power-law fit"},
 }
+COMPONENTS = {"ov_circuit": "OV circuit", "qk_circuit": "QK circuit", "full_ov_circuit": "full OV circuit"}
 LOSSES = ("val_loss", "train_loss")  # the loss that stands for both comes first
 
 SEEDS = ["weights_seed", "data_seed", "dropout_seed"]
@@ -283,7 +285,7 @@ def _subject(of: dict[str, Any], *, several_modules: bool) -> str:
     if of["component"] == "simple":
         thing = of["module"]
     else:
-        thing = "OV circuit" if of["component"] == "ov_circuit" else of["component"].replace("_", " ")
+        thing = COMPONENTS.get(of["component"], of["component"].replace("_", " "))
         thing += f" {of['module']}" if several_modules and of["module"] else ""
     split = f" ({of['split']})" if of["split"] and of["kind"] != "weights" else ""  # a weight has no split
     head = ", per head" if of["per_head"] else ""
