@@ -139,6 +139,24 @@ def test_interrupted_by_ctrl_c_and_started_again(tiny_yaml: Path, tmp_path: Path
                 break
         rest = process.stderr.read()
     assert process.returncode == 75
+    assert process.returncode == 75
     assert "the same command goes on" in rest
     assert "Traceback" not in rest
     assert list((tmp_path / "runs" / "tiny" / "checkpoints").glob("step_*"))
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+def test_a_signal_during_the_imports_ends_with_one_sentence(tiny_yaml: Path, name: str) -> None:
+    code = f"""
+import os, signal, sys
+import pico_train.cli
+class Importing:
+    def find_spec(self, name, *rest):
+        if name == "pico_train.run":
+            os.kill(os.getpid(), signal.{name})
+sys.meta_path.insert(0, Importing())
+pico_train.cli.main(["run", {str(tiny_yaml)!r}])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 75
+    assert done.stderr == f"stopped by {name} before the first pass; the same command starts again\n"

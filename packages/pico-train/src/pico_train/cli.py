@@ -58,9 +58,12 @@ def run(words: tuple[str, ...], config: Path | None, dry_run: bool) -> None:
         _print_plan(suite)
         return
     _log_to_console(suite.runs[0].monitoring.logging.log_level)
-    from pico_train.run import train_suite  # torch and lightning take seconds
+    from pico_train.stopping import StopRequest
 
-    results = train_suite(suite, command=["pico-train", *sys.argv[1:]])
+    with StopRequest(max_minutes=None):  # a signal during the slow imports ends as one after them
+        from pico_train.run import train_suite  # torch and lightning take seconds
+
+        results = train_suite(suite, command=["pico-train", *sys.argv[1:]])
     for result in results:
         if result.sample is not None:
             click.echo(f"\n{result.run} writes:\n{_indented(result.sample)}")

@@ -21,7 +21,7 @@ from pico_train.checkpoint.resume import resume
 from pico_train.checkpoint.retention import RestartSchedule, remove_unfinished
 from pico_train.checkpoint.save import Saver, git_commit, versions
 from pico_train.config import RunConfig, load_config, not_built_yet
-from pico_train.data.batches import Batches, Sample, probe
+from pico_train.data.batches import Batch, Batches, Sample, probe
 from pico_train.data.cache import TokenCache, open_cache
 from pico_train.errors import UserError
 from pico_train.estimate import check_disk
@@ -123,6 +123,11 @@ def _train(
     optimization, dynamics = config.training.optimization, config.checkpointing.learning_dynamics
     seq_len, max_steps = config.model.max_seq_len, config.training.max_steps
     hardware = choose_hardware(config.training.fabric)
+    if hardware.precision == "bf16-true":
+        log.warning(
+            "training.fabric.precision: bf16-true keeps the weights themselves in bf16, so updates below 1/256 of a weight are lost; "
+            "bf16-mixed keeps them in fp32"
+        )
     fabric = start_fabric(hardware)
     scaler: torch.amp.GradScaler | None = getattr(fabric.strategy.precision, "scaler", None)
 
@@ -161,24 +166,7 @@ def _train(
     for parent in (folder.checkpoints, folder.restart):
         remove_unfinished(parent)
 
-    save_at = frozenset(config.checkpointing.save_steps(max_steps))
-    passes = Passes(
-        max_steps=max_steps,
-        micro_batch_size=batches.batch_size // optimization.gradient_accumulation_steps,
-        learning_rate=schedule_of(config.training),
-        max_grad_norm=optimization.max_grad_norm,
-        non_finite=config.training.non_finite,
-        max_skips=config.training.max_skips,
-        dropout_seed=config.seeds.dropout,
-        data_seed=config.seeds.data,
-        save_at=save_at,
-        evaluate_at=save_at if config.evaluation.metrics else frozenset(),
-        rule=rule,
-        probe=probe_batch,
-        probe_batch_size=dynamics.batch_size,
-        norms_by_layer=config.monitoring.gradient_norms == "layers",
-        noise_scale=config.monitoring.gradient_noise_scale,
-    )
+    passes = _passes(config, rule, probe_batch)
     batch_tokens = batches.batch_size * seq_len
     log.info(
         f"{folder.name}: {config.model.n_parameters:,} parameters; {batches.batch_size} sequences x {seq_len} tokens = "
@@ -192,7 +180,7 @@ def _train(
     restart_schedule = RestartSchedule(
         every_n_steps=restart.every_n_steps,
         every_minutes=restart.every_minutes,
-        saved_anyway=frozenset(s for s in save_at if config.checkpointing.holds_optimizer(s, max_steps)),
+        saved_anyway=frozenset(s for s in passes.save_at if config.checkpointing.holds_optimizer(s, max_steps)),
     )
     names = config.monitoring.tracker_names
     trackers = _trackers(folder, config, names, state.step) if names else None
@@ -243,6 +231,29 @@ def _train(
             trackers.close_seconds = 5.0  # a stop has a grace time; the next start sends the rest
     if not done:
         raise Stopped(f"{folder.name} stopped by {stop.reason} at step {state.step:,}; the same command goes on there")
+
+
+def _passes(config: RunConfig, rule: CaptureRule | None, probe_batch: Batch | None) -> Passes:
+    """How the passes of a run are made."""
+    training, optimization = config.training, config.training.optimization
+    save_at = frozenset(config.checkpointing.save_steps(training.max_steps))
+    return Passes(
+        max_steps=training.max_steps,
+        micro_batch_size=config.data.dataloader.batch_size // optimization.gradient_accumulation_steps,
+        learning_rate=schedule_of(training),
+        max_grad_norm=optimization.max_grad_norm,
+        non_finite=training.non_finite,
+        max_skips=training.max_skips,
+        dropout_seed=config.seeds.dropout,
+        data_seed=config.seeds.data,
+        save_at=save_at,
+        evaluate_at=save_at if config.evaluation.metrics else frozenset(),
+        rule=rule,
+        probe=probe_batch,
+        probe_batch_size=config.checkpointing.learning_dynamics.batch_size,
+        norms_by_layer=config.monitoring.gradient_norms == "layers",
+        noise_scale=config.monitoring.gradient_noise_scale,
+    )
 
 
 def _trackers(folder: RunFolder, config: RunConfig, names: Sequence[str], step: int) -> Trackers:
