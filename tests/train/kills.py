@@ -340,8 +340,10 @@ class History:
 
     def _start(self, **kill: Any) -> tuple[int, str]:
         """Exit code and output of one start, which must go on from where the run stands, not from somewhere before."""
-        expected, begin = stands_at(self.run), self.output.stat().st_size if self.output.exists() else 0
-        ended = start(self.words(), self.output, **kill)
+        words = self.words()
+        self.output.touch()  # a kill may come before the process has opened it
+        expected, begin = stands_at(self.run), self.output.stat().st_size
+        ended = start(words, self.output, **kill)
         printed = self.output.read_bytes()[begin:].decode()
         begun = re.findall(r"from step ([\d,]+);", printed)
         assert begun in ([], [f"{expected:,}"]), f"went on from step {begun[0]}, not {expected}:\n{printed}"
