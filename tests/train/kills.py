@@ -221,7 +221,7 @@ class Ended:
 
 def preload() -> None:
     """Start the process that forks the trainers: one thread, so that forking is safe and rounding the same everywhere."""
-    multiprocessing.set_forkserver_preload(["lightning.fabric", "pico_train.run"])
+    multiprocessing.set_forkserver_preload(["lightning.fabric", "torch.distributed.fsdp", "pico_train.run"])
     # A killed trainer leaves the semaphores of its progress bars to multiprocessing, which removes them and says so.
     silent = "ignore::UserWarning:multiprocessing.resource_tracker"
     with mock.patch.dict(os.environ, OMP_NUM_THREADS="1", PYTHONWARNINGS=silent):

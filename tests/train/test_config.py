@@ -136,7 +136,7 @@ def test_the_overrides_in_the_header_make_a_published_size_run(size: str) -> Non
     overrides = [word for line in lines for word in line.split() if "=" in word and "." in word.split("=")[0]]
     assert len(overrides) == 14  # nine that are needed, five for the published rules
     assert not_built_yet(load_config(path, overrides)) == []
-    assert len(not_built_yet(load_config(path))) == 5
+    assert len(not_built_yet(load_config(path))) == 4
 
 
 @pytest.mark.parametrize(
@@ -315,7 +315,7 @@ def test_sections_cannot_be_changed_or_made_wrong() -> None:
                 "training.fabric.num_devices=3",
                 "training.optimization.gradient_accumulation_steps=4",
             ],
-            "data.dataloader.batch_size: 1000 does not divide into 12 equal parts (1 nodes * 3 devices * "
+            "data.dataloader.batch_size: 1000 does not divide into 12 equal parts (3 devices * "
             "4 accumulation steps); nearest sizes: 996 or 1008",
         ),
         (
@@ -324,7 +324,7 @@ def test_sections_cannot_be_changed_or_made_wrong() -> None:
                 "training.fabric.num_nodes=4",
                 "training.optimization.gradient_accumulation_steps=16",
             ],
-            "data.dataloader.batch_size: 32 does not divide into 64 equal parts (4 nodes * 1 devices * "
+            "data.dataloader.batch_size: 32 does not divide into 64 equal parts (4 devices * "
             "16 accumulation steps); nearest sizes: 64",
         ),
         (
@@ -545,12 +545,11 @@ def test_what_is_not_built_yet_is_named_with_its_override() -> None:
     found = not_built_yet(load_config(PUBLISHED / "pico-decoder-tiny.yaml"))
     assert [line.split(":")[0] for line in found] == [
         "data.dataset.name",
-        "training.fabric.num_nodes, num_devices",
         "evaluation.metrics",
         "checkpointing.save_to_hf",
         "checkpointing.learning_dynamics.eval_data",
     ]
-    assert found[3] == (
+    assert found[2] == (
         "checkpointing.save_to_hf: true: upload to the Hub: not built yet; use checkpointing.save_to_hf=false"
     )
 

@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from pico_train.data.batches import Batch
 from pico_train.data.order import token_positions
 from pico_train.errors import UserError
+from pico_train.ranks import ALONE, Ranks
+from pico_train.sharding import whole
 
 
 @dataclass(frozen=True)
@@ -118,21 +120,31 @@ def recording(model: nn.Module, rule: CaptureRule | None, positions: Tensor | No
         recorded[name] = torch.cat(rows)
 
 
-def weight_gradients(model: nn.Module, rule: CaptureRule) -> dict[str, Tensor]:
-    """A copy on the CPU of the gradient of each captured module's weight, by module name."""
+def weight_gradients(model: nn.Module, rule: CaptureRule, ranks: Ranks = ALONE) -> dict[str, Tensor]:
+    """A copy on the CPU of the gradient of each captured module's weight, by module name; nothing on ranks other than the first."""
     gradients = {}
     for name in rule.modules:
         gradient = model.get_submodule(name).weight.grad
         assert isinstance(gradient, Tensor), f"{name} has no gradient"
-        gradients[name] = gradient.detach().to("cpu", copy=True)
+        together = whole(gradient.detach())
+        if ranks.first:
+            gradients[name] = together.to("cpu", copy=True)
     return gradients
 
 
-def probe_pass(model: nn.Module, batch: Batch, rule: CaptureRule, forward_backward: Callable[[], None]) -> Captured:
+def rows_of_all(activations: dict[str, Tensor], ranks: Ranks) -> dict[str, Tensor]:
+    """The activations of the whole batch, in global sample order, from those of the ranks; nothing on ranks other than the first."""
+    joined = {name: ranks.joined_on_first(rows) for name, rows in activations.items()}
+    return {name: rows for name, rows in joined.items() if rows is not None}
+
+
+def probe_pass(
+    model: nn.Module, batch: Batch, rule: CaptureRule, forward_backward: Callable[[], None], ranks: Ranks = ALONE
+) -> Captured:
     """One pass over the held-out ``batch`` in evaluation mode (no dropout), with the training gradients set aside.
 
     ``forward_backward()`` runs the batch through ``model`` and leaves the gradient of its mean loss in ``.grad``. Afterwards gradients,
-    mode and random state are as they were.
+    mode and random state are as they were. Every rank runs the whole batch; the first keeps the gradients.
     """
     positions = rule.positions(batch, seed=0)  # of the sample ids alone: the same for every run
     aside = [parameter.grad for parameter in model.parameters()]
@@ -142,7 +154,7 @@ def probe_pass(model: nn.Module, batch: Batch, rule: CaptureRule, forward_backwa
         model.eval()
         with torch.random.fork_rng(), recording(model, rule, positions) as activations:
             forward_backward()
-        return Captured(batch, positions, activations, weight_gradients(model, rule))
+        return Captured(batch, positions, activations, weight_gradients(model, rule, ranks))
     finally:
         model.train(was_training)
         for parameter, gradient in zip(model.parameters(), aside, strict=True):

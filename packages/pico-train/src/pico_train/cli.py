@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pico_train.errors import PicoError, UserError
+from pico_train.launch import place, processes_to_start, start, stop_with_the_starter
 
 if TYPE_CHECKING:
     from pico_train.suite import Suite
@@ -25,7 +26,8 @@ def reports_errors(command: Callable[..., None]) -> Callable[..., None]:
         try:
             command(*args, **kwargs)
         except PicoError as error:
-            click.echo(str(error) if error.exit_code == 75 else f"error: {error}", err=True)
+            if place().rank == 0 or not error.alike_on_all_ranks:
+                click.echo(str(error) if error.exit_code == 75 else f"error: {error}", err=True)
             sys.exit(error.exit_code)
         except KeyboardInterrupt:
             click.echo("stopped before the first pass; the same command starts again", err=True)
@@ -57,13 +59,19 @@ def run(words: tuple[str, ...], config: Path | None, dry_run: bool) -> None:
     if dry_run:
         _print_plan(suite)
         return
+    n_processes = processes_to_start(suite.runs, place())
+    if n_processes > 1:
+        sys.exit(start(n_processes, ["run", *(["--config", str(config)] if config else []), *words]))
     _log_to_console(suite.runs[0].monitoring.logging.log_level)
+    stop_with_the_starter()
     from pico_train.stopping import StopRequest
 
     with StopRequest(max_minutes=None):  # a signal during the slow imports ends as one after them
         from pico_train.run import train_suite  # torch and lightning take seconds
 
         results = train_suite(suite, command=["pico-train", *sys.argv[1:]])
+    if place().rank > 0:
+        return
     for result in results:
         if result.sample is not None:
             click.echo(f"\n{result.run} writes:\n{_indented(result.sample)}")
@@ -191,6 +199,10 @@ def _print_plan(suite: "Suite") -> None:
     click.echo(f"{len(suite.runs)} runs, disk {_size(disk)}; nothing was started, and the data was not looked at")
     for problem in dict.fromkeys(problem for config in suite.runs for problem in not_built_yet(config)):
         click.echo(f"would be refused: {problem}")
+    try:
+        processes_to_start(suite.runs, place())
+    except UserError as error:
+        click.echo(f"would be refused: {error}")
 
 
 def _print_table(header: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:

@@ -258,7 +258,16 @@ class FabricConfig(Section):
 
     num_nodes: int = Field(1, gt=0, description="machines")
     num_devices: Literal["auto"] | Annotated[int, Field(gt=0)] = Field(
-        "auto", description="devices per machine; auto = one"
+        "auto",
+        description="devices per machine, with a process each; auto = one, or as many as torchrun or Slurm has started processes",
+    )
+    strategy: Literal["auto", "ddp", "fsdp"] = Field(
+        "auto",
+        description="how several devices share the work: ddp = each has the whole model and a part of the batch; "
+        "fsdp = each holds a part of the model as well; auto = ddp",
+    )
+    timeout_minutes: float = Field(
+        30.0, gt=0, description="how long a process waits for another one before the run ends with an error"
     )
     precision: Literal["auto", "32-true", "16-mixed", "bf16-mixed", "bf16-true"] = Field(
         "auto",
@@ -578,26 +587,40 @@ class RunConfig(Section):
                 "needs two micro-batches or more, and gradient_accumulation_steps is 1",
                 ("training.optimization.gradient_accumulation_steps",),
             )
+        if self.monitoring.gradient_noise_scale and self.training.fabric.strategy == "fsdp":
+            yield Problem(
+                "monitoring.gradient_noise_scale",
+                True,
+                "needs the gradient of each micro-batch, which fsdp keeps nowhere; use strategy ddp",
+                ("training.fabric.strategy",),
+            )
 
     def _batch_problems(self) -> Iterator[Problem]:
-        fabric, batch = self.training.fabric, self.data.dataloader.batch_size
-        devices = 1 if fabric.num_devices == "auto" else fabric.num_devices
-        accumulation = self.training.optimization.gradient_accumulation_steps
-        parts = fabric.num_nodes * devices * accumulation
-        if batch % parts:
-            below = batch // parts * parts
-            sizes = [size for size in (below, below + parts) if size]
+        devices = self.training.fabric.num_devices
+        message = self.batch_problem(self.training.fabric.num_nodes * (1 if devices == "auto" else devices))
+        if message:
             yield Problem(
                 "data.dataloader.batch_size",
-                batch,
-                f"does not divide into {parts} equal parts ({fabric.num_nodes} nodes * {devices} devices * "
-                f"{accumulation} accumulation steps); nearest sizes: {' or '.join(map(str, sizes))}",
+                self.data.dataloader.batch_size,
+                message,
                 (
                     "training.fabric.num_nodes",
                     "training.fabric.num_devices",
                     "training.optimization.gradient_accumulation_steps",
                 ),
             )
+
+    def batch_problem(self, n_devices: int) -> str | None:
+        """Why the batch cannot be cut for ``n_devices`` devices in all, None where it can."""
+        batch, accumulation = self.data.dataloader.batch_size, self.training.optimization.gradient_accumulation_steps
+        parts = n_devices * accumulation
+        if batch % parts == 0:
+            return None
+        sizes = [size for size in (batch // parts * parts, (batch // parts + 1) * parts) if size]
+        return (
+            f"does not divide into {parts} equal parts ({n_devices} devices * {accumulation} accumulation steps); "
+            f"nearest sizes: {' or '.join(map(str, sizes))}"
+        )
 
     def _held_out_problems(self) -> Iterator[Problem]:
         if self.data.dataset.held_out_fraction > 0:
@@ -672,6 +695,7 @@ DOES_NOT_MATTER = frozenset(
         "checkpointing.restart",
         "checkpointing.ignore_disk_space",
         "training.max_minutes",
+        "training.fabric.timeout_minutes",
         "checkpointing.learning_dynamics.batch_size",
     }
 )
@@ -685,6 +709,7 @@ MAY_CHANGE = frozenset(
         "training.optimization.gradient_accumulation_steps",
         "training.fabric.num_nodes",
         "training.fabric.num_devices",
+        "training.fabric.strategy",
         "training.fabric.num_threads",
         "training.fabric.accelerator",
     }
@@ -719,19 +744,13 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, str
 
 def not_built_yet(config: RunConfig) -> list[str]:
     """What ``config`` asks for that this version cannot do, one line each: key, value, override to use."""
-    fabric, dynamics = config.training.fabric, config.checkpointing.learning_dynamics
+    dynamics = config.checkpointing.learning_dynamics
     data_set = config.data.dataset.name
-    devices = 1 if fabric.num_devices == "auto" else fabric.num_devices
     wanted = [
         (
             data_set not in ("python-stdlib", "text"),
             f"data.dataset.name: {shown(data_set)}: data sets from the Hub",
             "data.dataset.name=python-stdlib, or data.dataset.name=text data.dataset.path=FILE_OR_FOLDER",
-        ),
-        (
-            fabric.num_nodes * devices > 1,
-            f"training.fabric.num_nodes, num_devices: {fabric.num_nodes}, {devices}: more than one device",
-            "training.fabric.num_nodes=1 training.fabric.num_devices=1",
         ),
         (
             "paloma" in (config.evaluation.metrics or ()),

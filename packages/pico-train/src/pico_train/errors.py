@@ -5,6 +5,9 @@ class PicoError(Exception):
     """Something failed that is not a bug: the disk, a file, the numbers. The message says what and what to do."""
 
     exit_code = 1
+    alike_on_all_ranks = (
+        False  # where several processes train a run: whether all of them raise it, so that one says it for all
+    )
 
 
 class UserError(PicoError, ValueError):

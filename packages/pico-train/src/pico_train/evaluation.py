@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +19,24 @@ from pico_train.data.cache import TokenCache
 from pico_train.data.tokenizer import Tokenizer
 from pico_train.model.decoder import PicoDecoder
 from pico_train.model.generation import generate
+from pico_train.ranks import Ranks
+from pico_train.sharding import let_go
 from pico_train.state import TrainState
 
 
 @dataclass(frozen=True)
 class Evaluator:
-    """Evaluates a saved checkpoint and stores each result under ``evaluations/step_<N>/``, keyed by the hash of its weights."""
+    """Evaluates a saved checkpoint and stores each result under ``evaluations/step_<N>/``, keyed by the hash of its weights.
+
+    Every rank computes the whole of it, so that the result is that of one rank; the first looks and stores.
+    """
 
     run: Path
     section: EvaluationConfig
     cache: TokenCache
     device: torch.device
     autocast: Callable[[], AbstractContextManager[Any]]
+    ranks: Ranks
 
     def __call__(self, state: TrainState) -> float | None:
         """Do what ``evaluation.metrics`` lists and return the held-out loss in nats, None if it is not among them.
@@ -43,12 +50,13 @@ class Evaluator:
             settings = getattr(self.section, name).model_dump(exclude={"batch_size"})
             made_from = {"step": state.step, "weights_sha256": weights, "settings": settings}
             path = self.run / "evaluations" / f"step_{state.step}" / f"{name}.json"
-            result = stored_result(path, made_from)
+            result = self.ranks.decided(partial(stored_result, path, made_from))
             if result is None:
                 with self.autocast():
                     computed = self._held_out(state.model) if name == "held_out" else self._sample(state.model)
+                let_go(state.model)
                 result = made_from | computed
-                store_result(path, result)
+                self.ranks.lead(partial(store_result, path, result))
             if name == "held_out":
                 loss = result["loss"]
         return loss

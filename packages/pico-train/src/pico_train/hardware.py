@@ -1,4 +1,4 @@
-"""Which device and precision a run uses: ``auto`` resolved, printed once and stored in every manifest."""
+"""Which devices, precision and strategy a run uses: ``auto`` resolved, printed once and stored in every manifest."""
 
 import platform
 import sys
@@ -6,11 +6,13 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 from pico_train.errors import UserError
+from pico_train.launch import Place
+from pico_train.sharding import shard
 
 if TYPE_CHECKING:
     from lightning.fabric import Fabric
@@ -18,21 +20,31 @@ if TYPE_CHECKING:
     from pico_train.config import FabricConfig
 
 
+Strategy = Literal["single_device", "ddp", "fsdp"]
+
+
 @dataclass(frozen=True)
 class Hardware:
-    """What ``auto`` came to: Lightning's accelerator and precision words, the device's name, and the CPU threads."""
+    """What ``auto`` came to: Lightning's accelerator and precision words, the device's name, the CPU threads of each process.
+
+    ``world_size`` processes, ``n_devices`` of them on each machine, with a device each.
+    """
 
     accelerator: str
     precision: str
     device_name: str
     n_threads: int
+    world_size: int = 1
+    n_devices: int = 1
+    strategy: Strategy = "single_device"
 
     def __str__(self) -> str:
-        return f"{self.device_name} ({self.accelerator}), precision {self.precision}, {self.n_threads} CPU threads"
+        one = f"{self.device_name} ({self.accelerator}), precision {self.precision}, {self.n_threads} CPU threads"
+        return one if self.world_size == 1 else f"{self.world_size} ranks by {self.strategy}, each {one}"
 
 
-def choose_hardware(section: "FabricConfig") -> Hardware:
-    """Resolve ``training.fabric`` on this machine.
+def choose_hardware(section: "FabricConfig", place: Place) -> Hardware:
+    """Resolve ``training.fabric`` on this machine, for the process at ``place``.
 
     ``auto`` takes CUDA, then MPS, then the CPU; precision ``auto`` is fp32 on CPU and MPS, fp16 with a loss scaler on CUDA
     devices before Ampere, bf16 autocast from Ampere on.
@@ -51,9 +63,32 @@ def choose_hardware(section: "FabricConfig") -> Hardware:
             f"training.fabric.precision: '16-mixed' needs a CUDA device and this run is on {accelerator}; "
             "use 'auto', '32-true' or 'bf16-mixed'"
         )
+    there = {"cpu": place.local_size, "cuda": torch.cuda.device_count(), "mps": 1}[accelerator]
+    if place.local_size > there:
+        raise UserError(
+            f"training.fabric.num_devices: {place.local_size} processes on this machine, and it has {there} {accelerator} "
+            f"{'device' if there == 1 else 'devices'}; use as many, or training.fabric.accelerator=cpu"
+        )
+    strategy: Strategy = "single_device"
+    if place.size > 1:
+        strategy = "ddp" if section.strategy == "auto" else section.strategy
+    if strategy == "fsdp" and precision == "16-mixed":
+        raise UserError(
+            "training.fabric.strategy: fsdp has no loss scaling for precision 16-mixed; use bf16-mixed, 32-true or ddp"
+        )
     if section.num_threads is not None:
         torch.set_num_threads(section.num_threads)
-    return Hardware(accelerator, precision, _device_name(accelerator), torch.get_num_threads())
+    if accelerator == "cuda":
+        torch.cuda.set_device(place.local_rank)
+    return Hardware(
+        accelerator,
+        precision,
+        _device_name(accelerator),
+        torch.get_num_threads(),
+        world_size=place.size,
+        n_devices=place.local_size,
+        strategy=strategy,
+    )
 
 
 def _accelerator(asked: str) -> str:
@@ -82,11 +117,31 @@ def _device_name(accelerator: str) -> str:
 
 
 def start_fabric(hardware: Hardware) -> "Fabric":
-    """Lightning Fabric on one device of ``hardware``."""
+    """Lightning Fabric on ``hardware``; several processes have found each other before."""
     from lightning.fabric import Fabric  # takes seconds to import, and most commands do not train
 
-    plugin: Any = {"accelerator": hardware.accelerator, "devices": 1, "precision": hardware.precision}
-    return Fabric(**plugin)
+    options: dict[str, Any] = {}
+    if hardware.world_size > 1:
+        from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
+        from lightning.fabric.strategies.ddp import DDPStrategy
+        from lightning.fabric.strategies.model_parallel import ModelParallelStrategy
+
+        options["plugins"] = [TorchElasticEnvironment()]  # its variables are there, whoever started the processes
+        if hardware.strategy == "ddp":
+            options["strategy"] = DDPStrategy()
+        else:
+            options["strategy"] = ModelParallelStrategy(
+                shard, data_parallel_size=hardware.world_size, tensor_parallel_size=1
+            )
+    fabric = Fabric(
+        accelerator=hardware.accelerator,
+        devices=hardware.n_devices,
+        num_nodes=hardware.world_size // hardware.n_devices,
+        precision=hardware.precision,  # type: ignore[arg-type]
+        **options,
+    )
+    fabric.launch()
+    return fabric
 
 
 def peak_memory(device: torch.device) -> int | None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor, nn
 
-from pico_train.capture import Captured, CaptureRule, probe_pass, recording, weight_gradients
+from pico_train.capture import Captured, CaptureRule, probe_pass, recording, rows_of_all, weight_gradients
 from pico_train.checkpoint.format import Split
 from pico_train.data.batches import Batch, Batches
 from pico_train.errors import PicoError
@@ -24,6 +24,8 @@ from pico_train.hardware import peak_memory
 from pico_train.metrics_log import Row
 from pico_train.noise_scale import MicroBatchNorms, gradient_noise_scale
 from pico_train.objectives import Objective
+from pico_train.ranks import ALONE, Ranks
+from pico_train.sharding import is_finite, whole
 from pico_train.state import TrainState
 
 if TYPE_CHECKING:
@@ -34,6 +36,8 @@ MAX_RESCALES = 16  # how often one fp16 pass is repeated at half the loss scale 
 
 class NonFiniteError(PicoError):
     """The loss or a gradient is NaN or infinite; nothing was saved or updated in that pass."""
+
+    alike_on_all_ranks = True
 
 
 @dataclass(frozen=True)
@@ -57,15 +61,48 @@ class Passes:
     noise_scale: bool
 
 
+@dataclass(frozen=True)
+class Engine:
+    """What computes the passes of a run: the same for all of them.
+
+    ``forward`` and ``optimizer`` are the model and the optimizer of a ``TrainState`` as Fabric has set them up.
+    """
+
+    fabric: "Fabric"
+    forward: nn.Module
+    optimizer: torch.optim.Optimizer
+    objective: Objective
+    ranks: Ranks = ALONE
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What forward and backward of one pass came to; its gradient, unscaled, is in ``.grad``.
+
+    Attributes:
+        losses: what each micro-batch of the global batch adds to the mean loss (parts,); ``loss`` is their sum.
+        activations: the rows of the captured modules over the global batch; empty without capture, and on ranks other than the first.
+        noise_scale: None where it was not asked for or has no value.
+    """
+
+    losses: Tensor
+    loss: float
+    grad_norm: float
+    activations: dict[str, Tensor]
+    noise_scale: float | None
+
+    @property
+    def finite(self) -> bool:
+        """Whether an update may follow."""
+        return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
+
+
 def train(
     state: TrainState,
     passes: Passes,
+    engine: Engine,
     *,
-    fabric: "Fabric",
-    forward: nn.Module,
-    optimizer: torch.optim.Optimizer,
     batches: Batches,
-    objective: Objective,
     save: Callable[[TrainState, dict[Split, Captured]], None],
     save_restart_point: Callable[[TrainState], None],
     restart_due: Callable[[int], bool],
@@ -75,101 +112,111 @@ def train(
 ) -> bool:
     """Run the passes from ``state.step`` to ``passes.max_steps``; whether the end was reached.
 
-    Asked before each pass, ``stopping`` ends the loop with a restart point of the step that was reached.
-
-    Args:
-        state: changed in place; its ``model`` is what ``forward`` wraps, its ``optimizer`` what ``optimizer`` wraps.
-        forward, optimizer: the model and the optimizer as Fabric has set them up.
+    Asked before each pass, ``stopping`` ends the loop with a restart point of the step that was reached. ``state`` is changed in place.
+    Every rank runs this loop; ``log`` is given what holds for all of them, and ``captured`` is empty on ranks other than the first.
 
     Raises:
         NonFiniteError: a loss or gradient is not finite and the rule is to stop, or has skipped ``max_skips`` updates.
     """
-    model, scaler = state.model, state.scaler
+    model, device = state.model, engine.fabric.device
     for step in range(state.step, passes.max_steps + 1):
-        stop = stopping()
-        if stop or restart_due(step):
+        stop, due = engine.ranks.any(stopping(), engine.ranks.first and restart_due(step))
+        if stop or due:
             save_restart_point(state)
         if stop:
             return False
         began = time.perf_counter()
-        batch = batches.at(step).to(fabric.device)
+        batch = batches.at(step).to(device)
         data_seconds = time.perf_counter() - began
-        saving = step in passes.save_at
+        saving, last = step in passes.save_at, step == passes.max_steps
         rule = passes.rule if saving else None
         positions = rule.positions(batch, passes.data_seed) if rule else None
 
-        for attempt in range(MAX_RESCALES + 1):
-            optimizer.zero_grad()
-            norms = MicroBatchNorms() if passes.noise_scale else None
-            with recording(model, rule, positions) as activations:
-                losses = forward_backward(
-                    fabric, forward, objective, batch, passes.micro_batch_size, step, passes.dropout_seed, norms
-                )
-            loss = float(losses.sum())
-            scale = scaler.get_scale() if scaler else 1.0
-            if scaler:
-                scaler.unscale_(state.optimizer)
-            grad_norm = gradient_norm(model)
-            finite = math.isfinite(loss) and math.isfinite(grad_norm)
-            if finite or scaler is None or attempt == MAX_RESCALES:
-                break
-            scaler.update()  # the same pass again at half the loss scale
-
-        if not finite and (passes.non_finite == "stop" or state.skipped_updates == passes.max_skips):
-            raise NonFiniteError(non_finite_message(step, losses, model, passes))
+        outcome = computed(state, passes, engine, batch, rule, positions)
+        if not outcome.finite and (passes.non_finite == "stop" or state.skipped_updates == passes.max_skips):
+            raise NonFiniteError(non_finite_message(step, outcome.losses, model, passes))
         captured: dict[Split, Captured] = {}
         if rule:
-            captured["train"] = Captured(batch, positions, activations, weight_gradients(model, rule))
+            gradients = weight_gradients(model, rule, engine.ranks)
+            captured["train"] = Captured(batch, positions, outcome.activations, gradients)
             if passes.probe is not None:
-                probe = passes.probe.to(fabric.device)
-                captured["val"] = probe_pass(
-                    model,
-                    probe,
-                    rule,
-                    partial(unscaled_pass, fabric, state, objective, probe, passes.probe_batch_size),
-                )
+                probe = passes.probe.to(device)
+                look = partial(unscaled_pass, state, engine, probe, passes.probe_batch_size)
+                captured["val"] = probe_pass(model, probe, rule, look, engine.ranks)
         save_began = time.perf_counter()
         if saving:
-            save(state, captured)
+            save(state, captured if engine.ranks.first else {})
         save_seconds = time.perf_counter() - save_began
         val_loss = evaluate(state) if step in passes.evaluate_at else None
 
         norms_by_layer = gradient_norms_by_layer(model) if passes.norms_by_layer else None
-        noise = None
-        if norms:
-            squared = [value / scale**2 for value in norms.squared]
-            sizes = {"n_small": passes.micro_batch_size, "n_big": len(batch.input_ids)}
-            noise = gradient_noise_scale(squared, grad_norm**2, **sizes)
-        last = step == passes.max_steps
-        updating = finite and not last
+        updating = outcome.finite and not last
         if updating:
-            update(state, optimizer, passes.learning_rate(step), passes.max_grad_norm, grad_norm)
+            update(state, engine.optimizer, passes.learning_rate(step), passes.max_grad_norm, outcome.grad_norm)
         else:
-            state.skipped_updates += not finite
-            if scaler:
-                scaler.update()  # forget that this pass was unscaled
+            state.skipped_updates += not outcome.finite
+            if state.scaler:
+                state.scaler.update()  # forget that this pass was unscaled
         seconds = time.perf_counter() - began
         log(
             Row(
                 step=step,
                 tokens=step * batch.n_scored,
-                loss=loss if math.isfinite(loss) else None,
+                loss=outcome.loss if math.isfinite(outcome.loss) else None,
                 val_loss=val_loss,
                 lr=None if last else passes.learning_rate(step),
-                grad_norm=grad_norm if math.isfinite(grad_norm) else None,
-                grad_norms=norms_by_layer if finite else None,
-                noise_scale=noise if finite else None,
+                grad_norm=outcome.grad_norm if math.isfinite(outcome.grad_norm) else None,
+                grad_norms=norms_by_layer if outcome.finite else None,
+                noise_scale=outcome.noise_scale if outcome.finite else None,
                 updated=updating,
                 seconds=seconds,
                 data_seconds=data_seconds,
                 save_seconds=save_seconds,
                 tokens_per_s=batch.n_scored / seconds,
-                memory_bytes=peak_memory(fabric.device),
+                memory_bytes=peak_memory(device),
             )
         )
         if not last:
             state.step = step + 1
     return True
+
+
+def computed(
+    state: TrainState, passes: Passes, engine: Engine, batch: Batch, rule: CaptureRule | None, positions: Tensor | None
+) -> Outcome:
+    """Forward and backward over the global ``batch``; under fp16 again at half the loss scale until the gradient is finite."""
+    model, scaler, ranks = state.model, state.scaler, engine.ranks
+    for attempt in range(MAX_RESCALES + 1):
+        engine.optimizer.zero_grad()
+        norms = MicroBatchNorms() if passes.noise_scale else None
+        own_positions = None if positions is None else ranks.share(positions)
+        with recording(model, rule, own_positions) as activations:
+            losses = forward_backward(
+                engine.fabric,
+                engine.forward,
+                engine.objective,
+                batch,
+                passes.micro_batch_size,
+                state.step,
+                passes.dropout_seed,
+                norms,
+                ranks,
+            )
+        scale = scaler.get_scale() if scaler else 1.0
+        if scaler:
+            scaler.unscale_(state.optimizer)
+        noise = None
+        grad_norm = gradient_norm(model)
+        if norms:
+            squared = ranks.joined(torch.tensor(norms.squared, dtype=torch.float64)) / scale**2
+            noise = gradient_noise_scale(
+                squared.tolist(), grad_norm**2, n_small=passes.micro_batch_size, n_big=len(batch.input_ids)
+            )
+        outcome = Outcome(losses, float(losses.sum()), grad_norm, rows_of_all(activations, ranks), noise)
+        if outcome.finite or scaler is None or attempt == MAX_RESCALES:
+            break
+        scaler.update()  # the same pass again at half the loss scale
+    return outcome
 
 
 def forward_backward(
@@ -181,35 +228,43 @@ def forward_backward(
     step: int,
     dropout_seed: int,
     norms: MicroBatchNorms | None = None,
+    ranks: Ranks = ALONE,
 ) -> Tensor:
-    """Add the gradient of the mean loss over the scored tokens of ``batch`` to ``.grad``.
+    """Add the gradient of the mean loss over the scored tokens of the global ``batch`` to ``.grad``.
 
-    The batch goes through in parts of ``micro_batch_size`` sequences, each weighted by its share of the scored tokens, so that neither
-    their size nor masked tokens change what is computed. A part without a scored token is left out.
+    Each rank takes its share of the sequences, in parts of ``micro_batch_size``, each weighted by its part of all scored tokens, so that
+    neither their size nor masked tokens change what is computed. A part without a scored token is left out.
 
     Returns:
-        What each part adds to the mean loss (parts,): they sum up to it.
+        What each part of all ranks adds to the mean loss (parts,), in the order of the batch: they sum up to it.
     """
-    parts = list(batch.split(micro_batch_size))
+    mine = list(batch.split(len(batch.input_ids) // ranks.size))[ranks.rank]
+    parts = list(mine.split(micro_batch_size))
     losses = torch.zeros(len(parts), device=batch.input_ids.device)
     for number, part in enumerate(parts):
-        if part.n_scored == 0:
+        # Gradients are averaged over the ranks in the backward of the last part, so that one goes through it even if none of it counts.
+        averaging = ranks.size > 1 and number == len(parts) - 1 and norms is None
+        if part.n_scored == 0 and not averaging:
             continue
-        torch.manual_seed(pass_seed(dropout_seed, step, number))
+        torch.manual_seed(pass_seed(dropout_seed, step, ranks.rank * len(parts) + number))
         share = part.n_scored / batch.n_scored
-        loss = objective(model, part, step) * share
-        with norms.of(model, share) if norms else nullcontext():
-            fabric.backward(loss)
+        apart = nullcontext() if averaging or ranks.size == 1 else fabric.no_backward_sync(model)  # type: ignore[arg-type]
+        with apart:
+            loss = objective(model, part, step) * share if share else model(part.inputs).sum() * 0
+            weight = share * ranks.size  # averaging divides by the number of ranks
+            with norms.of(model, weight) if norms else nullcontext():
+                fabric.backward(loss * ranks.size if ranks.size > 1 else loss)
         losses[number] = loss.detach()
-    return losses
+    if norms:
+        ranks.average([parameter.grad for parameter in model.parameters() if parameter.grad is not None])
+    return ranks.joined(losses)
 
 
-def unscaled_pass(
-    fabric: "Fabric", state: TrainState, objective: Objective, batch: Batch, micro_batch_size: int
-) -> None:
+def unscaled_pass(state: TrainState, engine: Engine, batch: Batch, micro_batch_size: int) -> None:
     """``forward_backward`` over the plain module, its gradients unscaled under fp16: what the probe runs."""
+    fabric = engine.fabric
     with fabric.autocast():
-        forward_backward(fabric, state.model, objective, batch, micro_batch_size, state.step, dropout_seed=0)
+        forward_backward(fabric, state.model, engine.objective, batch, micro_batch_size, state.step, dropout_seed=0)
     if state.scaler:
         scale = state.scaler.get_scale()
         for parameter in state.model.parameters():
@@ -235,7 +290,7 @@ def update(
 def gradient_norm(model: nn.Module) -> float:
     """The 2-norm of the whole gradient."""
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    return float(torch.nn.utils.get_total_norm(gradients))
+    return float(whole(torch.nn.utils.get_total_norm(gradients)))
 
 
 def gradient_norms_by_layer(model: nn.Module) -> dict[str, float]:
@@ -245,7 +300,7 @@ def gradient_norms_by_layer(model: nn.Module) -> dict[str, float]:
         if parameter.grad is not None:
             first, second, *_ = name.split(".")
             groups.setdefault(f"{first}.{second}" if first == "layers" else first, []).append(parameter.grad)
-    return {name: float(torch.nn.utils.get_total_norm(gradients)) for name, gradients in groups.items()}
+    return {name: float(whole(torch.nn.utils.get_total_norm(gradients))) for name, gradients in groups.items()}
 
 
 def non_finite_message(step: int, losses: Tensor, model: nn.Module, passes: Passes) -> str:
@@ -256,7 +311,7 @@ def non_finite_message(step: int, losses: Tensor, model: nn.Module, passes: Pass
         number = broken_parts[0]
         what.append(f"the loss is {losses[number].item()} in micro-batch {number} of {len(losses)}")
     for name, parameter in model.named_parameters():
-        if parameter.grad is not None and not parameter.grad.isfinite().all():
+        if parameter.grad is not None and not is_finite(parameter.grad):
             what.append(f"the gradient of {name} is not finite")
             break
     if passes.non_finite == "skip":
@@ -269,7 +324,10 @@ def non_finite_message(step: int, losses: Tensor, model: nn.Module, passes: Pass
     )
 
 
-def pass_seed(dropout_seed: int, step: int, micro: int, rank: int = 0) -> int:
-    """The seed of all randomness in one micro-batch of one pass: no random state is ever stored."""
-    text = f"{dropout_seed}/{step}/{micro}/{rank}".encode("ascii")
+def pass_seed(dropout_seed: int, step: int, micro: int) -> int:
+    """The seed of all randomness in one micro-batch of one pass: no random state is ever stored.
+
+    ``micro`` counts through the global batch, so that two ranks of two micro-batches draw what one rank of four would.
+    """
+    text = f"{dropout_seed}/{step}/{micro}/0".encode("ascii")
     return int.from_bytes(hashlib.sha256(text).digest()[:8], "big") >> 1

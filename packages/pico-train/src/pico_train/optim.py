@@ -6,6 +6,8 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from pico_train.sharding import part_like
+
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 
 
@@ -63,9 +65,9 @@ def load_state_by_name(model: nn.Module, optimizer: torch.optim.Optimizer, tenso
     if problems:
         raise ValueError("the stored optimizer state does not fit the model:\n  " + "\n  ".join(problems))
     for name, parameter in parameters.items():
-        device = parameter.device
+        stored = {moment: tensors[f"{name}.{moment}"] for moment in MOMENTS}
         optimizer.state[parameter] = {
-            # fused AdamW keeps its step count on the parameter's device
-            moment: tensors[f"{name}.{moment}"].to(device, copy=True)
-            for moment in MOMENTS
+            # fused AdamW keeps its step count on the parameter's device too
+            moment: (part_like(t, parameter) if t.shape == parameter.shape else t.to(parameter.device)).clone()
+            for moment, t in stored.items()
         }

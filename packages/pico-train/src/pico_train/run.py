@@ -4,20 +4,20 @@ import json
 import logging
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from pico_train.capture import CaptureRule, modules_to_capture
-from pico_train.checkpoint.background import Background
 from pico_train.checkpoint.contents import probe_hash
 from pico_train.checkpoint.folder import RunFolder, RunFolderError, open_run_folder, read_identity
 from pico_train.checkpoint.format import CheckpointError, Manifest, read_manifest, step_folders
 from pico_train.checkpoint.lock import locked
-from pico_train.checkpoint.resume import resume
+from pico_train.checkpoint.resume import load_state, newest_intact
 from pico_train.checkpoint.retention import RestartSchedule, remove_unfinished
 from pico_train.checkpoint.save import Saver, git_commit, versions
 from pico_train.config import RunConfig, load_config, not_built_yet
@@ -26,20 +26,23 @@ from pico_train.data.cache import TokenCache, open_cache
 from pico_train.errors import UserError
 from pico_train.estimate import check_disk
 from pico_train.evaluation import Evaluator
-from pico_train.hardware import choose_hardware, start_fabric
-from pico_train.logs import Progress, log_to
-from pico_train.loop import Passes
+from pico_train.hardware import Hardware, choose_hardware, start_fabric
+from pico_train.launch import place, processes_to_start
+from pico_train.logs import log_to
+from pico_train.loop import Engine, Passes
 from pico_train.loop import train as train_loop
-from pico_train.metrics_log import MetricsLog, Row, last_row
+from pico_train.metrics_log import last_row
 from pico_train.model.decoder import PicoDecoder
 from pico_train.objectives import next_token
 from pico_train.optim import adamw
+from pico_train.ranks import Ranks, gathered
+from pico_train.record import Record, trackers_of
 from pico_train.schedule import schedule_of
 from pico_train.state import TrainState
 from pico_train.stopping import Stopped, StopRequest
-from pico_train.strict_yaml import ConfigError
+from pico_train.strict_yaml import ConfigError, flattened, shown
 from pico_train.suite import Suite
-from pico_train.trackers import Trackers, unsent
+from pico_train.trackers import unsent
 
 log = logging.getLogger(__name__)
 
@@ -63,20 +66,46 @@ class RunResult:
 def train_suite(suite: Suite, command: Sequence[str]) -> list[RunResult]:
     """Train every run of a suite, one after the other; a finished one is left as it is.
 
+    Where several processes were started, each of them calls this, and all train every run together.
+
     Raises:
         ConfigError: a run asks for what this version cannot do; nothing was started.
+        UserError: more processes are asked for than there are.
     """
     problems = list(dict.fromkeys(problem for config in suite.runs for problem in not_built_yet(config)))
     if problems:
         raise ConfigError(str(suite.path), problems)
-    results = []
-    with StopRequest(suite.runs[0].training.max_minutes) as stop:
+    here = place()
+    if (n := processes_to_start(suite.runs, here)) > 1:
+        raise UserError(
+            f"training.fabric.num_devices: {n}: `pico-train run` or torchrun starts the processes; from Python this is one"
+        )
+    section, max_minutes = suite.runs[0].training.fabric, suite.runs[0].training.max_minutes
+    if here.rank > 0:
+        logging.getLogger("pico_train").setLevel(logging.ERROR)  # rank 0 says the rest
+    with (
+        StopRequest(max_minutes if here.rank == 0 else None) as stop,
+        gathered(
+            here, on_cuda=choose_hardware(section, here).accelerator == "cuda", timeout_minutes=section.timeout_minutes
+        ) as ranks,
+    ):
+        settings = {
+            f"{c.checkpointing.run_name}: {k}": shown(v)
+            for c in suite.runs
+            for k, v in flattened(c.model_dump()).items()
+        }
+        ranks.check_same(settings | versions(), "has another configuration than rank 0")
         for config in suite.runs:
-            results.append(train_run(config, suite=suite.name, command=command, stop=stop))
-    return results
+            if message := config.batch_problem(here.size):
+                raise ConfigError(
+                    str(suite.path), [f"data.dataloader.batch_size: {config.data.dataloader.batch_size} {message}"]
+                )
+        return [train_run(config, suite=suite.name, command=command, stop=stop, ranks=ranks) for config in suite.runs]
 
 
-def train_run(config: RunConfig, *, suite: str | None, command: Sequence[str], stop: StopRequest) -> RunResult:
+def train_run(
+    config: RunConfig, *, suite: str | None, command: Sequence[str], stop: StopRequest, ranks: Ranks
+) -> RunResult:
     """Train one run to its end, from wherever it stands.
 
     Raises:
@@ -85,19 +114,42 @@ def train_run(config: RunConfig, *, suite: str | None, command: Sequence[str], s
     began = time.perf_counter()
     name = config.checkpointing.run_name
     assert name is not None, "the loader names every run"
-    folder = open_run_folder(Path(config.checkpointing.runs_dir) / name, config, name=name, suite=suite)
-    with locked(folder.path), log_to(folder.path / "train.log", config.monitoring.logging.log_level):
-        if _finished(folder, config):
-            log.info("%s is finished: %d steps, in %s", name, config.training.max_steps, folder.path)
-            if owed := unsent(folder.path, config.monitoring.tracker_names, config.training.max_steps):
-                with _trackers(folder, config, owed, config.training.max_steps + 1):
-                    pass  # leaving sends what a stop had left behind
+    with ExitStack() as held:
+
+        def enter() -> RunFolder:
+            folder = open_run_folder(Path(config.checkpointing.runs_dir) / name, config, name=name, suite=suite)
+            held.enter_context(locked(folder.path))
+            held.enter_context(log_to(folder.path / "train.log", config.monitoring.logging.log_level))
+            return folder
+
+        folder = ranks.decided(enter)
+        if ranks.decided(lambda: _finished(folder, config)):
+            ranks.lead(lambda: _tell_finished(folder, config))
         else:
-            check_disk(config, folder.path)
-            cache = open_cache(config.data, model_vocab_size=config.model.vocab_size)
+            ranks.lead(lambda: check_disk(config, folder.path))
+            cache = _cache(config, ranks)
             with torch.random.fork_rng():  # the loop seeds every pass; the caller's random state is left alone
-                _train(folder, config, cache, tuple(command), stop)
-    return _result(folder, config, time.perf_counter() - began)
+                _train(folder, config, cache, tuple(command), stop, ranks)
+    return ranks.decided(lambda: _result(folder, config, time.perf_counter() - began))
+
+
+def _tell_finished(folder: RunFolder, config: RunConfig) -> None:
+    """Say that a run is finished, and send its trackers what a stop had left behind."""
+    max_steps = config.training.max_steps
+    log.info("%s is finished: %d steps, in %s", folder.name, max_steps, folder.path)
+    if owed := unsent(folder.path, config.monitoring.tracker_names, max_steps):
+        with trackers_of(folder, config, owed, max_steps + 1):
+            pass  # leaving sends it
+
+
+def _cache(config: RunConfig, ranks: Ranks) -> TokenCache:
+    """The token cache of a run, built by rank 0 where it is not there yet; the same on all ranks."""
+    open_it = partial(open_cache, config.data, model_vocab_size=config.model.vocab_size)
+    built = ranks.lead(open_it, patiently=True)
+    cache = built or open_it()
+    found = {"fingerprint of the tokens": cache.fingerprint, "hash of the tokenizer": cache.tokenizer_hash}
+    ranks.check_same(found, "reads other data than rank 0")
+    return cache
 
 
 def _finished(folder: RunFolder, config: RunConfig) -> bool:
@@ -117,21 +169,88 @@ def _finished(folder: RunFolder, config: RunConfig) -> bool:
 
 
 def _train(
-    folder: RunFolder, config: RunConfig, cache: TokenCache, command: tuple[str, ...], stop: StopRequest
+    folder: RunFolder,
+    config: RunConfig,
+    cache: TokenCache,
+    command: tuple[str, ...],
+    stop: StopRequest,
+    ranks: Ranks,
 ) -> None:
     """Build what a run needs, put the newest checkpoint back, and hand over to the loop."""
-    optimization, dynamics = config.training.optimization, config.checkpointing.learning_dynamics
-    seq_len, max_steps = config.model.max_seq_len, config.training.max_steps
-    hardware = choose_hardware(config.training.fabric)
+    max_steps = config.training.max_steps
+    hardware = choose_hardware(config.training.fabric, place())
     if hardware.precision == "bf16-true":
         log.warning(
             "training.fabric.precision: bf16-true keeps the weights themselves in bf16, so updates below 1/256 of a weight are lost; "
             "bf16-mixed keeps them in fp32"
         )
+    state, engine = _built(config, hardware, ranks)
+    batches = _batches(config, cache)
+    rule = _capture_rule(config, state.model)
+    probe_batch = _probe(config, cache) if rule else None
+    _go_on(folder, config, cache, state, ranks)
+
+    passes = _passes(config, rule, probe_batch, ranks)
+    batch_tokens = batches.batch_size * batches.seq_len
+    log.info(
+        f"{folder.name}: {config.model.n_parameters:,} parameters; {batches.batch_size} sequences x {batches.seq_len} tokens = "
+        f"{batch_tokens:,} tokens a step, {passes.micro_batch_size} sequences at a time; "
+        f"{max_steps:,} steps = {max_steps * batch_tokens:,} tokens, from step {state.step:,}; {hardware}"
+    )
+    restart = config.checkpointing.restart
+    restart_schedule = RestartSchedule(
+        every_n_steps=restart.every_n_steps,
+        every_minutes=restart.every_minutes,
+        saved_anyway=frozenset(s for s in passes.save_at if config.checkpointing.holds_optimizer(s, max_steps)),
+    )
+    stop.defer()
+    record = Record(folder, config, state.step)
+    with ExitStack() as held:
+        ranks.lead(lambda: held.enter_context(record))
+        saver = Saver(
+            folder=folder,
+            config=config,
+            ranks=ranks,
+            cache=cache,
+            hardware=hardware,
+            rule=rule,
+            probe_hash=probe_hash(probe_batch.input_ids) if probe_batch else None,
+            command=command,
+            versions=versions(),
+            git_commit=git_commit(),
+            background=record.background,
+            restart_schedule=restart_schedule,
+            before_publishing=record.sync,
+        )
+        done = train_loop(
+            state,
+            passes,
+            engine,
+            batches=batches,
+            save=saver.milestone,
+            save_restart_point=saver.restart_point,
+            restart_due=restart_schedule.due,
+            stopping=lambda: stop.reason is not None,
+            evaluate=Evaluator(
+                folder.path, config.evaluation, cache, engine.fabric.device, engine.fabric.autocast, ranks
+            ),
+            log=record.row,
+        )
+        if not done:
+            record.hurry()
+    if not done:
+        reason = stop.reason or "a signal to another rank"
+        raise Stopped(f"{folder.name} stopped by {reason} at step {state.step:,}; the same command goes on there")
+
+
+def _built(config: RunConfig, hardware: Hardware, ranks: Ranks) -> tuple[TrainState, Engine]:
+    """The state of a run at step 0, and what computes its passes on ``hardware``."""
+    optimization = config.training.optimization
     fabric = start_fabric(hardware)
     scaler: torch.amp.GradScaler | None = getattr(fabric.strategy.precision, "scaler", None)
-
-    model = PicoDecoder(config.model)
+    with torch.device("meta") if hardware.strategy == "fsdp" else nullcontext():  # no rank ever holds the whole of it
+        model = PicoDecoder(config.model)
+    forward = fabric.setup_module(model)
     model.initialize(config.seeds.weights)
     optimizer = adamw(
         model,
@@ -141,105 +260,56 @@ def _train(
         decay_on=optimization.weight_decay_on,
         fused=hardware.accelerator != "mps" and scaler is None,  # fused AdamW would unscale a second time
     )
-    forward, fabric_optimizer = fabric.setup(model, optimizer)
-    batches = _batches(config, cache)
-    rule = _capture_rule(config, model)
-    probe_batch = probe(cache, dynamics.probe_windows, seq_len) if rule and dynamics.eval_data else None
-    if probe_batch and len(probe_batch.input_ids) < dynamics.probe_windows:
+    state = TrainState(step=0, skipped_updates=0, model=model, optimizer=optimizer, scaler=scaler)
+    fabric_optimizer: Any = fabric.setup_optimizers(optimizer)
+    return state, Engine(fabric, forward, fabric_optimizer, next_token, ranks)
+
+
+def _go_on(folder: RunFolder, config: RunConfig, cache: TokenCache, state: TrainState, ranks: Ranks) -> None:
+    """Put the newest checkpoint of the run, if there is one, into ``state``, and remove what a kill has left unfinished."""
+
+    def newest() -> Path | None:
+        parents = (folder.checkpoints, folder.restart)
+        if not config.checkpointing.training.auto_resume and any(folder.checkpoints.glob("step_*")):
+            raise RunFolderError(
+                f"{folder.path} has checkpoints and checkpointing.training.auto_resume is false: "
+                "set it to true to go on from them, or give this run another checkpointing.run_name"
+            )
+        found = newest_intact(parents, folder.run_id)
+        if found:
+            _check_data(folder.path, found[1], cache)
+        for parent in parents:
+            remove_unfinished(parent)
+        return found[0] if found else None
+
+    checkpoint = ranks.decided(newest)
+    if checkpoint:
+        load_state(checkpoint, state)
+
+
+def _probe(config: RunConfig, cache: TokenCache) -> Batch | None:
+    """The held-out batch that is looked at beside the training batch, None where none is asked for."""
+    dynamics = config.checkpointing.learning_dynamics
+    if not dynamics.eval_data:
+        return None
+    batch = probe(cache, dynamics.probe_windows, config.model.max_seq_len)
+    if len(batch.input_ids) < dynamics.probe_windows:
         log.warning(
             "the probe has %d windows, not the %d of checkpointing.learning_dynamics.probe_windows: that is all the held-out text "
             "(a larger data.dataset.held_out_fraction gives more)",
-            len(probe_batch.input_ids),
+            len(batch.input_ids),
             dynamics.probe_windows,
         )
-
-    state = TrainState(step=0, skipped_updates=0, model=model, optimizer=optimizer, scaler=scaler)
-    if not config.checkpointing.training.auto_resume and any(folder.checkpoints.glob("step_*")):
-        raise RunFolderError(
-            f"{folder.path} has checkpoints and checkpointing.training.auto_resume is false: "
-            "set it to true to go on from them, or give this run another checkpointing.run_name"
-        )
-    manifest = resume((folder.checkpoints, folder.restart), state, folder.run_id)
-    if manifest:
-        _check_data(folder.path, manifest, cache)
-
-    for parent in (folder.checkpoints, folder.restart):
-        remove_unfinished(parent)
-
-    passes = _passes(config, rule, probe_batch)
-    batch_tokens = batches.batch_size * seq_len
-    log.info(
-        f"{folder.name}: {config.model.n_parameters:,} parameters; {batches.batch_size} sequences x {seq_len} tokens = "
-        f"{batch_tokens:,} tokens a step, {passes.micro_batch_size} sequences at a time; "
-        f"{max_steps:,} steps = {max_steps * batch_tokens:,} tokens, from step {state.step:,}; {hardware}"
-    )
-    progress = Progress(
-        folder.name, begin=state.step, max_steps=max_steps, every=config.monitoring.logging.log_every_n_steps
-    )
-    restart = config.checkpointing.restart
-    restart_schedule = RestartSchedule(
-        every_n_steps=restart.every_n_steps,
-        every_minutes=restart.every_minutes,
-        saved_anyway=frozenset(s for s in passes.save_at if config.checkpointing.holds_optimizer(s, max_steps)),
-    )
-    names = config.monitoring.tracker_names
-    trackers = _trackers(folder, config, names, state.step) if names else None
-    stop.defer()
-    with (
-        MetricsLog(folder.metrics, state.step) as metrics,
-        progress,
-        trackers or nullcontext(),
-        Background() as background,  # ends before the trackers, so checkpoints are safe before anything is waited for
-    ):
-
-        def log_row(row: Row) -> None:
-            if row.step == max_steps:
-                background.wait()  # the last row says that the run is finished, so nothing may be missing by then
-            metrics.append(row)
-            progress.show(row)
-
-        saver = Saver(
-            folder=folder,
-            config=config,
-            cache=cache,
-            hardware=hardware,
-            rule=rule,
-            probe_hash=probe_hash(probe_batch.input_ids) if probe_batch else None,
-            command=command,
-            versions=versions(),
-            git_commit=git_commit(),
-            background=background,
-            restart_schedule=restart_schedule,
-            before_publishing=metrics.sync,
-        )
-        done = train_loop(
-            state,
-            passes,
-            fabric=fabric,
-            forward=forward,
-            optimizer=fabric_optimizer,
-            batches=batches,
-            objective=next_token,
-            save=saver.milestone,
-            save_restart_point=saver.restart_point,
-            restart_due=restart_schedule.due,
-            stopping=lambda: stop.reason is not None,
-            evaluate=Evaluator(folder.path, config.evaluation, cache, fabric.device, fabric.autocast),
-            log=log_row,
-        )
-        if not done and trackers:
-            trackers.close_seconds = 5.0  # a stop has a grace time; the next start sends the rest
-    if not done:
-        raise Stopped(f"{folder.name} stopped by {stop.reason} at step {state.step:,}; the same command goes on there")
+    return batch
 
 
-def _passes(config: RunConfig, rule: CaptureRule | None, probe_batch: Batch | None) -> Passes:
+def _passes(config: RunConfig, rule: CaptureRule | None, probe_batch: Batch | None, ranks: Ranks) -> Passes:
     """How the passes of a run are made."""
     training, optimization = config.training, config.training.optimization
     save_at = frozenset(config.checkpointing.save_steps(training.max_steps))
     return Passes(
         max_steps=training.max_steps,
-        micro_batch_size=config.data.dataloader.batch_size // optimization.gradient_accumulation_steps,
+        micro_batch_size=config.data.dataloader.batch_size // (ranks.size * optimization.gradient_accumulation_steps),
         learning_rate=schedule_of(training),
         max_grad_norm=optimization.max_grad_norm,
         non_finite=training.non_finite,
@@ -253,21 +323,6 @@ def _passes(config: RunConfig, rule: CaptureRule | None, probe_batch: Batch | No
         probe_batch_size=config.checkpointing.learning_dynamics.batch_size,
         norms_by_layer=config.monitoring.gradient_norms == "layers",
         noise_scale=config.monitoring.gradient_noise_scale,
-    )
-
-
-def _trackers(folder: RunFolder, config: RunConfig, names: Sequence[str], step: int) -> Trackers:
-    """The trackers ``names`` of a run that goes on from ``step``."""
-    wandb = config.monitoring.wandb
-    return Trackers(
-        names,
-        run_folder=folder.path,
-        run=folder.name,
-        run_id=folder.run_id,
-        project=wandb.project or "pico",
-        entity=wandb.entity or None,
-        config=config.model_dump(mode="json"),
-        step=step,
     )
 
 

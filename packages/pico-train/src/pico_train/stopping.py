@@ -17,6 +17,7 @@ class Stopped(PicoError):
     """The run was asked to stop and can go on from what it saved."""
 
     exit_code = 75
+    alike_on_all_ranks = True
 
 
 class StopRequest:

@@ -48,6 +48,8 @@ class MadeBy(_Model):
     device: str
     precision: str
     n_threads: int
+    world_size: int = 1
+    strategy: str = "single_device"
     created_at: str
 
 

@@ -38,12 +38,12 @@ def newest_complete(checkpoints: Path, *, below: int) -> tuple[Path, Manifest] |
     return None
 
 
-def resume(parents: Sequence[Path], state: TrainState, run_id: str) -> Manifest | None:
-    """Put the newest checkpoint below ``parents`` whose weights and training state are what was written into ``state``.
+def newest_intact(parents: Sequence[Path], run_id: str) -> tuple[Path, Manifest] | None:
+    """The newest checkpoint below ``parents`` whose weights and training state are what was written, None if there is none.
 
     A newer folder that is not complete, or not what was written, is renamed to ``<name>.damaged`` with a note that names the file.
     A milestone without the optimizer's moments is passed over; where one before it is set aside, so is it, for the manifest that it
-    names as its parent will be another. Returns the manifest, None where there is no checkpoint.
+    names as its parent will be another.
 
     Raises:
         RunFolderError: a checkpoint there is of another run than ``run_id``.
@@ -70,14 +70,18 @@ def resume(parents: Sequence[Path], state: TrainState, run_id: str) -> Manifest 
                 log.warning("%s follows it and is set aside as %s", after, set_aside(after).name)
                 passed_over.remove(after)
             continue
-        load_llama_state_dict(state.model, load_file(folder / WEIGHTS))
-        load_state_by_name(state.model, state.optimizer, load_file(folder / OPTIMIZER))
-        counters = json.loads((folder / STATE).read_text(encoding="utf-8"))
-        state.step, state.skipped_updates = counters["step"], counters["skipped_updates"]
-        if state.scaler and counters["gradient_scaler"]:
-            load_scaler_state(state.scaler, counters["gradient_scaler"])
-        return manifest
+        return folder, manifest
     return None
+
+
+def load_state(folder: Path, state: TrainState) -> None:
+    """Put the checkpoint at ``folder`` into ``state``. The files are mapped, not read: a rank takes only its part of a tensor."""
+    load_llama_state_dict(state.model, load_file(folder / WEIGHTS))
+    load_state_by_name(state.model, state.optimizer, load_file(folder / OPTIMIZER))
+    counters = json.loads((folder / STATE).read_text(encoding="utf-8"))
+    state.step, state.skipped_updates = counters["step"], counters["skipped_updates"]
+    if state.scaler and counters["gradient_scaler"]:
+        load_scaler_state(state.scaler, counters["gradient_scaler"])
 
 
 def holds_training_state(folder: Path) -> bool:

@@ -31,6 +31,8 @@ from pico_train.config import RunConfig, config_hash
 from pico_train.data.cache import TokenCache
 from pico_train.data.order import ORDER_VERSION
 from pico_train.hardware import Hardware
+from pico_train.ranks import Ranks
+from pico_train.sharding import is_finite
 from pico_train.state import TrainState
 
 
@@ -40,10 +42,14 @@ class Saver:
 
     A save takes a snapshot on the CPU, of the size of weights, moments and capture, and returns; ``background`` writes it.
     ``before_publishing`` brings the log to the disk, so that a checkpoint never precedes its rows.
+
+    Where several ranks train, all of them save together: each takes part in putting sharded tensors together, the first has the snapshot
+    and writes, and none goes on before that is settled. Whether a folder exists is asked on the first alone.
     """
 
     folder: RunFolder
     config: RunConfig
+    ranks: Ranks
     cache: TokenCache
     hardware: Hardware
     rule: CaptureRule | None
@@ -64,29 +70,37 @@ class Saver:
 
     def restart_point(self, state: TrainState) -> None:
         """Save what resuming at ``state.step`` needs, unless there is a checkpoint that holds it."""
-        self.background.wait()
-        name = f"step_{state.step}"
-        if not any(holds_training_state(parent / name) for parent in (self.folder.checkpoints, self.folder.restart)):
+        if not self.ranks.decided(lambda: self._is_saved(state.step)):
             self._save(self.folder.restart, state, {}, with_moments=True)
         self.restart_schedule.saved()
+
+    def _is_saved(self, step: int) -> bool:
+        self.background.wait()
+        return any(
+            holds_training_state(parent / f"step_{step}") for parent in (self.folder.checkpoints, self.folder.restart)
+        )
 
     def _save(self, parent: Path, state: TrainState, captured: Mapping[Split, Captured], with_moments: bool) -> None:
         tensors = [*contents.weight_tensors(state.model), *contents.captured_tensors(captured)]
         if with_moments:
             tensors += contents.optimizer_tensors(state.model, state.optimizer)
         for stored in tensors:
-            if stored.kind == "weights" and not stored.tensor.isfinite().all():
+            if stored.kind == "weights" and not is_finite(stored.tensor):
                 raise CheckpointError(
                     f"step {state.step}: the weights of {stored.module} are not finite; nothing was saved, and the "
                     "checkpoints before it are whole. A lower training.optimization.lr or a longer warm-up usually helps"
                 )
-        manifest = self._manifest(state, captured)
-        documents = contents.documents(state, tokens=manifest.tokens, tokenizer=self.cache.tokenizer)
-        empty = (contents.OPTIMIZER,) if with_moments else ()
-        snapshot = [stored.snapshot() for stored in tensors]
-        self.background.submit(
-            partial(self._publish, parent / f"step_{state.step}", manifest, snapshot, documents, empty)
-        )
+        copies = [stored.snapshot(keep=self.ranks.first) for stored in tensors]
+        snapshot = [stored for stored in copies if stored is not None]
+
+        def submit() -> None:
+            manifest = self._manifest(state, captured)
+            documents = contents.documents(state, tokens=manifest.tokens, tokenizer=self.cache.tokenizer)
+            empty = (contents.OPTIMIZER,) if with_moments else ()
+            folder = parent / f"step_{state.step}"
+            self.background.submit(partial(self._publish, folder, manifest, snapshot, documents, empty))
+
+        self.ranks.lead(submit)
 
     def _publish(
         self,
@@ -122,6 +136,8 @@ class Saver:
                 device=self.hardware.device_name,
                 precision=self.hardware.precision,
                 n_threads=self.hardware.n_threads,
+                world_size=self.hardware.world_size,
+                strategy=self.hardware.strategy,
                 created_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             ),
             step=state.step,

@@ -26,6 +26,7 @@ from pico_train.checkpoint.format import (
     read_manifest,
     seal,
 )
+from pico_train.sharding import whole
 
 DTYPE_NAMES = {
     torch.float64: "F64",
@@ -54,13 +55,17 @@ class StoredTensor:
     file: str
     key: str
 
-    def snapshot(self) -> "StoredTensor":
-        """The same with a copy of the tensor on the CPU, which training does not change."""
-        return dataclasses.replace(self, tensor=self.tensor.detach().to("cpu", copy=True))
+    def snapshot(self, *, keep: bool) -> "StoredTensor | None":
+        """The same with a copy of the whole tensor on the CPU, which training does not change; None where it is not to be kept.
+
+        A sharded tensor is put together on every rank, so all of them call this.
+        """
+        together = whole(self.tensor.detach())
+        return dataclasses.replace(self, tensor=together.to("cpu", copy=True)) if keep else None
 
     def row(self) -> TensorRow:
         """The manifest row, with the content hash of the tensor's bytes."""
-        flat = self.tensor.detach().cpu().contiguous()
+        flat = whole(self.tensor.detach()).cpu().contiguous()
         shape, dtype = list(flat.shape), DTYPE_NAMES[flat.dtype]
         data = flat.reshape(-1).view(torch.uint8).numpy().data
         return TensorRow(

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pico_train.config import ModelConfig
+from pico_train.sharding import part_like
 
 ROLES = {
     "embedding_proj": "embed",
@@ -311,4 +312,4 @@ class PicoDecoder(nn.Module):
             else:
                 bound = 1 / math.sqrt(parameter.shape[1])
                 value.uniform_(-bound, bound, generator=generator)
-            parameter.copy_(value)
+            parameter.copy_(part_like(value, parameter))

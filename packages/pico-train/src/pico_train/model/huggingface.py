@@ -16,6 +16,7 @@ from torch import Tensor
 from pico_train.config import ModelConfig
 from pico_train.errors import UserError
 from pico_train.model.decoder import PicoDecoder
+from pico_train.sharding import part_like
 
 _LLAMA_NAMES = {
     "embedding_proj.weight": "model.embed_tokens.weight",
@@ -89,7 +90,7 @@ def load_llama_state_dict(model: PicoDecoder, tensors: Mapping[str, Tensor]) -> 
     if faults:
         raise WeightsError("these weights do not fit the model: " + "; ".join(faults))
     for name, parameter in parameters.items():
-        parameter.copy_(tensors[name])
+        parameter.copy_(part_like(tensors[name], parameter))
 
 
 def llama_config(
