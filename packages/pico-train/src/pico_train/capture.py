@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from pico_train.data.batches import Batch
 from pico_train.data.order import token_positions
-from pico_train.errors import UserError
+from pico_train.errors import PicoError, UserError
 
 
 @dataclass(frozen=True)
@@ -100,6 +100,8 @@ def recording(model: nn.Module, rule: CaptureRule | None, positions: Tensor | No
 
     def hook_of(name: str) -> Callable[[nn.Module, Any, Tensor], None]:
         def hook(module: nn.Module, args: Any, output: Tensor) -> None:
+            if torch._C._current_graph_task_id() != -1:  # inside a backward: activation checkpointing repeats a forward
+                return
             begin = sequences[name]
             sequences[name] = end = begin + len(output)
             mine = None if positions is None else positions[begin:end]
@@ -114,7 +116,8 @@ def recording(model: nn.Module, rule: CaptureRule | None, positions: Tensor | No
         for handle in handles:
             handle.remove()
     for name, rows in parts.items():
-        assert rows, f"{name} was never called: its activations cannot be captured"
+        if not rows:
+            raise PicoError(f"{name} was never called in the pass: its activations cannot be captured")
         recorded[name] = torch.cat(rows)
 
 

@@ -55,6 +55,13 @@ class Passes:
     probe_batch_size: int
     norms_by_layer: bool
     noise_scale: bool
+    compiled: bool
+    flops_per_token: int
+    peak_flops: float | None
+
+    def mfu(self, tokens_per_s: float) -> float | None:
+        """The share of the device's peak that the model's own operations take; None where no peak is known."""
+        return None if self.peak_flops is None else self.flops_per_token * tokens_per_s / self.peak_flops
 
 
 def train(
@@ -101,7 +108,7 @@ def train(
         for attempt in range(MAX_RESCALES + 1):
             optimizer.zero_grad()
             norms = MicroBatchNorms() if passes.noise_scale else None
-            with recording(model, rule, positions) as activations:
+            with recording(model, None if passes.compiled else rule, positions) as activations:
                 losses = forward_backward(
                     fabric, forward, objective, batch, passes.micro_batch_size, step, passes.dropout_seed, norms
                 )
@@ -119,6 +126,8 @@ def train(
             raise NonFiniteError(non_finite_message(step, losses, model, passes))
         captured: dict[Split, Captured] = {}
         if rule:
+            if passes.compiled:
+                activations = plain_activations(fabric, state, passes, objective, batch, positions)
             captured["train"] = Captured(batch, positions, activations, weight_gradients(model, rule))
             if passes.probe is not None:
                 probe = passes.probe.to(fabric.device)
@@ -164,6 +173,7 @@ def train(
                 data_seconds=data_seconds,
                 save_seconds=save_seconds,
                 tokens_per_s=batch.n_scored / seconds,
+                mfu=passes.mfu(batch.n_scored / seconds),
                 memory_bytes=peak_memory(fabric.device),
             )
         )
@@ -204,6 +214,18 @@ def forward_backward(
     return losses
 
 
+@torch.no_grad()
+def plain_activations(
+    fabric: "Fabric", state: TrainState, passes: Passes, objective: Objective, batch: Batch, positions: Tensor | None
+) -> dict[str, Tensor]:
+    """The activations of the pass from one more forward, through the plain module: in a compiled one hooks do not fire."""
+    with recording(state.model, passes.rule, positions) as activations, fabric.autocast():
+        for number, part in enumerate(batch.split(passes.micro_batch_size)):
+            torch.manual_seed(pass_seed(passes.dropout_seed, state.step, number))
+            objective(state.model, part, state.step)
+    return activations
+
+
 def unscaled_pass(
     fabric: "Fabric", state: TrainState, objective: Objective, batch: Batch, micro_batch_size: int
 ) -> None:
@@ -228,7 +250,7 @@ def update(
     if max_grad_norm is not None:
         torch.nn.utils.clip_grads_with_norm_(state.model.parameters(), max_grad_norm, torch.tensor(grad_norm))
     for group in state.optimizer.param_groups:
-        group["lr"] = lr
+        group["lr"] = lr * group.get("lr_ratio", 1.0)
     optimizer.step()
 
 

@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,26 +15,29 @@ import torch
 from pico_train.capture import CaptureRule, modules_to_capture
 from pico_train.checkpoint.background import Background
 from pico_train.checkpoint.contents import probe_hash
-from pico_train.checkpoint.folder import RunFolder, RunFolderError, open_run_folder, read_identity
+from pico_train.checkpoint.folder import RunFolder, RunFolderError, make_run_folder, open_run_folder, read_identity
 from pico_train.checkpoint.format import CheckpointError, Manifest, read_manifest, step_folders
 from pico_train.checkpoint.lock import locked
 from pico_train.checkpoint.resume import resume
 from pico_train.checkpoint.retention import RestartSchedule, remove_unfinished
 from pico_train.checkpoint.save import Saver, git_commit, versions
+from pico_train.compile import compiled, try_compiled
 from pico_train.config import RunConfig, load_config, not_built_yet
 from pico_train.data.batches import Batch, Batches, Sample, probe
 from pico_train.data.cache import TokenCache, open_cache
 from pico_train.errors import UserError
 from pico_train.estimate import check_disk
 from pico_train.evaluation import Evaluator
-from pico_train.hardware import choose_hardware, start_fabric
+from pico_train.flops import flops_per_token, peak_flops
+from pico_train.hardware import Hardware, choose_hardware, start_fabric
 from pico_train.logs import Progress, log_to
 from pico_train.loop import Passes
 from pico_train.loop import train as train_loop
+from pico_train.memory import free_memory, give_back_freed_memory, micro_batch_size
 from pico_train.metrics_log import MetricsLog, Row, last_row
 from pico_train.model.decoder import PicoDecoder
 from pico_train.objectives import next_token
-from pico_train.optim import adamw
+from pico_train.optim import optimizer_of
 from pico_train.schedule import schedule_of
 from pico_train.state import TrainState
 from pico_train.stopping import Stopped, StopRequest
@@ -85,8 +89,10 @@ def train_run(config: RunConfig, *, suite: str | None, command: Sequence[str], s
     began = time.perf_counter()
     name = config.checkpointing.run_name
     assert name is not None, "the loader names every run"
-    folder = open_run_folder(Path(config.checkpointing.runs_dir) / name, config, name=name, suite=suite)
-    with locked(folder.path), log_to(folder.path / "train.log", config.monitoring.logging.log_level):
+    path = Path(config.checkpointing.runs_dir) / name
+    make_run_folder(path)
+    with locked(path), log_to(path / "train.log", config.monitoring.logging.log_level):
+        folder = open_run_folder(path, config, name=name, suite=suite)
         if _finished(folder, config):
             log.info("%s is finished: %d steps, in %s", name, config.training.max_steps, folder.path)
             if owed := unsent(folder.path, config.monitoring.tracker_names, config.training.max_steps):
@@ -130,18 +136,27 @@ def _train(
         )
     fabric = start_fabric(hardware)
     scaler: torch.amp.GradScaler | None = getattr(fabric.strategy.precision, "scaler", None)
+    free = free_memory(fabric.device)
+    fitting = partial(
+        micro_batch_size,
+        config,
+        n_sequences=config.data.dataloader.batch_size,
+        free=free,
+        precision=hardware.precision,
+        on_gpu=fabric.device.type != "cpu",
+    )
+    fitting(before=None)  # refused before anything is allocated
 
     model = PicoDecoder(config.model)
     model.initialize(config.seeds.weights)
-    optimizer = adamw(
-        model,
-        betas=optimization.betas,
-        eps=optimization.eps,
-        weight_decay=optimization.weight_decay,
-        decay_on=optimization.weight_decay_on,
-        fused=hardware.accelerator != "mps" and scaler is None,  # fused AdamW would unscale a second time
+    # fused AdamW would unscale a second time under a loss scaler
+    optimizer = optimizer_of(model, optimization, fused=hardware.accelerator != "mps" and scaler is None)
+    model.activation_checkpointing = config.training.activation_checkpointing
+    if model.activation_checkpointing:
+        give_back_freed_memory()
+    forward, fabric_optimizer = fabric.setup(
+        compiled(model, dropout=config.model.dropout) if config.training.compile else model, optimizer
     )
-    forward, fabric_optimizer = fabric.setup(model, optimizer)
     batches = _batches(config, cache)
     rule = _capture_rule(config, model)
     probe_batch = probe(cache, dynamics.probe_windows, seq_len) if rule and dynamics.eval_data else None
@@ -166,13 +181,23 @@ def _train(
     for parent in (folder.checkpoints, folder.restart):
         remove_unfinished(parent)
 
-    passes = _passes(config, rule, probe_batch)
+    state.micro_batch_size = fitting(before=state.micro_batch_size)
+    if optimization.gradient_accumulation_steps == "auto":
+        log.info(
+            "gradient_accumulation_steps: auto is %d, of %.3g GB that were free",
+            batches.batch_size // state.micro_batch_size,
+            (free or 0) / 1e9,
+        )
+    passes = _passes(config, hardware, state.micro_batch_size, rule, probe_batch)
     batch_tokens = batches.batch_size * seq_len
     log.info(
         f"{folder.name}: {config.model.n_parameters:,} parameters; {batches.batch_size} sequences x {seq_len} tokens = "
         f"{batch_tokens:,} tokens a step, {passes.micro_batch_size} sequences at a time; "
         f"{max_steps:,} steps = {max_steps * batch_tokens:,} tokens, from step {state.step:,}; {hardware}"
     )
+    if config.training.compile:
+        first = next(batches.at(state.step).split(passes.micro_batch_size)).to(fabric.device)
+        try_compiled(fabric, forward, model, next_token, first, state.step)
     progress = Progress(
         folder.name, begin=state.step, max_steps=max_steps, every=config.monitoring.logging.log_every_n_steps
     )
@@ -233,13 +258,15 @@ def _train(
         raise Stopped(f"{folder.name} stopped by {stop.reason} at step {state.step:,}; the same command goes on there")
 
 
-def _passes(config: RunConfig, rule: CaptureRule | None, probe_batch: Batch | None) -> Passes:
+def _passes(
+    config: RunConfig, hardware: Hardware, micro_batch_size: int, rule: CaptureRule | None, probe_batch: Batch | None
+) -> Passes:
     """How the passes of a run are made."""
     training, optimization = config.training, config.training.optimization
     save_at = frozenset(config.checkpointing.save_steps(training.max_steps))
     return Passes(
         max_steps=training.max_steps,
-        micro_batch_size=config.data.dataloader.batch_size // optimization.gradient_accumulation_steps,
+        micro_batch_size=micro_batch_size,
         learning_rate=schedule_of(training),
         max_grad_norm=optimization.max_grad_norm,
         non_finite=training.non_finite,
@@ -253,6 +280,9 @@ def _passes(config: RunConfig, rule: CaptureRule | None, probe_batch: Batch | No
         probe_batch_size=config.checkpointing.learning_dynamics.batch_size,
         norms_by_layer=config.monitoring.gradient_norms == "layers",
         noise_scale=config.monitoring.gradient_noise_scale,
+        compiled=training.compile,
+        flops_per_token=flops_per_token(config.model),
+        peak_flops=peak_flops(hardware.device_name, hardware.precision),
     )
 
 

@@ -74,6 +74,7 @@ def resume(parents: Sequence[Path], state: TrainState, run_id: str) -> Manifest 
         load_state_by_name(state.model, state.optimizer, load_file(folder / OPTIMIZER))
         counters = json.loads((folder / STATE).read_text(encoding="utf-8"))
         state.step, state.skipped_updates = counters["step"], counters["skipped_updates"]
+        state.micro_batch_size = counters.get("micro_batch_size")  # absent from what earlier versions wrote
         if state.scaler and counters["gradient_scaler"]:
             load_scaler_state(state.scaler, counters["gradient_scaler"])
         return manifest
