@@ -4,7 +4,7 @@ import torch
 from pico_train.capture import CaptureRule, modules_to_capture, probe_pass, recording
 from pico_train.config import ModelConfig
 from pico_train.data.batches import Batch
-from pico_train.errors import UserError
+from pico_train.errors import PicoError, UserError
 from pico_train.model.decoder import PicoDecoder
 
 CONFIG = ModelConfig(
@@ -100,6 +100,41 @@ def test_recording_is_the_same_in_any_micro_batches(rule_name: str) -> None:
         for name, rows in recorded[0].items():
             torch.testing.assert_close(other[name], rows, rtol=1e-6, atol=1e-7)
     assert not any(module._forward_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_activation_checkpointing_changes_no_bit_and_is_recorded_once(tied: bool) -> None:
+    """Forward and backward in two micro-batches with dropout, with and without."""
+    found = []
+    for checkpointing in (False, True):
+        model = PicoDecoder(CONFIG.model_copy(update={"tie_embeddings": tied}))
+        model.initialize(0)
+        model.activation_checkpointing = checkpointing
+        calls = 0
+
+        def count(*args: object) -> None:
+            nonlocal calls
+            calls += 1
+
+        model.layers[0].attention.v_proj.register_forward_hook(count)
+        rule = CaptureRule("all", modules_to_capture(model, ["v_proj", "w_2", "output_norm"]))
+        torch.manual_seed(7)
+        with recording(model, rule, None) as activations:
+            for part in make_batch().split(2):
+                torch.nn.functional.cross_entropy(model(part.inputs).flatten(0, 1), part.labels.flatten()).backward()
+        found.append((activations, [parameter.grad for parameter in model.parameters()]))
+        assert calls == (4 if checkpointing else 2)
+    (plain_rows, plain), (rows, gradients) = found
+    assert all(torch.equal(a, b) for a, b in zip(gradients, plain, strict=True))
+    assert rows.keys() == plain_rows.keys()
+    assert all(torch.equal(rows[name], plain_rows[name]) for name in rows)
+
+
+def test_a_module_that_the_pass_does_not_call_is_named() -> None:
+    model = make_model()
+    rule = CaptureRule("last", modules_to_capture(model, ["v_proj", "de_embedding_proj"]))
+    with pytest.raises(PicoError, match="de_embedding_proj was never called"), recording(model, rule, None):
+        model.hidden_states(make_batch().inputs)
 
 
 def test_hooks_are_gone_after_an_error() -> None:

@@ -226,7 +226,10 @@ def test_numbers_as_people_write_them() -> None:
 @pytest.mark.parametrize(
     ("override", "line"),
     [
-        ("learning_rate=1", "learning_rate: unknown key; did you mean training.optimization.lr?"),
+        (
+            "learning_rate=1",
+            "learning_rate: unknown key; did you mean training.optimization.lr or training.optimization.muon.lr?",
+        ),
         (
             "training.optimization.weigth_decay=0",
             "training.optimization.weigth_decay: unknown key; did you mean training.optimization.weight_decay?",

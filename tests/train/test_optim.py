@@ -4,7 +4,19 @@ import pytest
 import torch
 from torch import nn
 
-from pico_train.optim import adamw, load_state_by_name, state_by_name
+from pico_train.config import ModelConfig, OptimizationConfig
+from pico_train.model.decoder import PicoDecoder
+from pico_train.optim import (
+    ByRole,
+    adamw,
+    is_block_matrix,
+    load_state_by_name,
+    moments_of,
+    muon,
+    n_moments,
+    optimizer_of,
+    state_by_name,
+)
 from pico_train.schedule import learning_rate
 
 CURVE = {"peak": 0.1, "warmup_steps": 10, "max_steps": 110, "min_ratio": 0.1, "decay_fraction": 0.2}
@@ -59,6 +71,112 @@ def test_only_matrices_of_the_blocks_decay() -> None:
     }
     model, optimizer = make("all")
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.5]
+
+
+def make_muon(adjust_lr: str = "original") -> tuple[Toy, ByRole]:
+    torch.manual_seed(0)
+    model = Toy()
+    return model, muon(
+        model,
+        lr_ratio=4.0,
+        momentum=0.9,
+        adjust_lr=adjust_lr,  # type: ignore[arg-type]
+        betas=(0.9, 0.99),
+        eps=1e-8,
+        weight_decay=0.5,
+        decay_on="matrices",
+        fused=True,
+    )
+
+
+def one_update(model: Toy, optimizer: torch.optim.Optimizer, lr: float = 0.1) -> None:
+    optimizer.zero_grad()
+    model.loss().backward()
+    for group in optimizer.param_groups:
+        group["lr"] = lr * group.get("lr_ratio", 1.0)
+    optimizer.step()
+
+
+def test_muon_moves_the_matrices_of_the_blocks_and_adamw_the_rest() -> None:
+    model, optimizer = make_muon()
+    twin, adam = make()
+    one_update(model, optimizer)
+    one_update(twin, adam)
+    for name in ("embedding_proj.weight", "norm.weight", "de_embedding_proj.weight"):
+        assert torch.equal(model.get_parameter(name), twin.get_parameter(name))
+    assert not torch.equal(model.w.weight, twin.w.weight)
+    first, rest = optimizer.parts
+    assert isinstance(first, torch.optim.Muon)
+    assert isinstance(rest, torch.optim.AdamW)
+    assert [parameter is model.w.weight for group in first.param_groups for parameter in group["params"]] == [True]
+
+
+def test_an_update_of_muon_is_that_of_its_paper() -> None:
+    """A gradient of known singular vectors, the axes: five steps of the quintic on its singular values, from a matrix of norm 1."""
+    model, optimizer = make_muon()
+    before = model.w.weight.detach().clone()
+    model.w.weight.grad = torch.tensor([3.0, 2.0, 1.0]).diag()
+    for group in optimizer.param_groups:
+        group["lr"] = 0.1 * group.get("lr_ratio", 1.0)
+    optimizer.step()
+    sigma = torch.tensor([3.0, 2.0, 1.0]) / math.sqrt(14)  # the first momentum is a multiple of the gradient
+    for _ in range(5):
+        sigma = 3.4445 * sigma - 4.7750 * sigma**3 + 2.0315 * sigma**5
+    expected = (
+        before * (1 - 0.4 * 0.5) - 0.4 * sigma.diag()
+    )  # lr 0.1 * ratio 4, weight decay 0.5; a square needs no adjustment
+    torch.testing.assert_close(model.w.weight.detach(), expected, rtol=0.0, atol=0.4 * 0.03)  # computed in bf16
+    assert (before * 0.8 - model.w.weight).diag().min() > 0.4 * 0.6
+
+
+def test_muons_rate_matches_adamws_update_where_asked_to() -> None:
+    steps = []
+    for adjust_lr in ("original", "match_rms_adamw"):
+        model, optimizer = make_muon(adjust_lr)
+        before = model.w.weight.detach().clone() * (1 - 0.4 * 0.5)
+        one_update(model, optimizer)
+        steps.append(before - model.w.weight.detach())
+    torch.testing.assert_close(steps[1], 0.2 * math.sqrt(3) * steps[0], rtol=1e-4, atol=1e-6)
+
+
+def test_what_muon_keeps_of_a_decoder() -> None:
+    config = ModelConfig(
+        d_model=16, n_layers=2, vocab_size=50, attention_n_heads=4, attention_n_kv_heads=2, activation_hidden_dim=24
+    )
+    for name in ("adamw", "muon"):
+        model = PicoDecoder(config)
+        optimizer = optimizer_of(model, OptimizationConfig(optimizer=name), fused=True)
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        state = state_by_name(model, optimizer)
+        assert n_moments(config, name) == sum(t.numel() for key, t in state.items() if not key.endswith(".step"))
+    matrices = {key.removesuffix(".momentum_buffer") for key in state if key.endswith(".momentum_buffer")}
+    assert matrices == {name for name, p in model.named_parameters() if p.ndim == 2 and name.startswith("layers.")}
+    assert {name for name, p in model.named_parameters() if is_block_matrix(name, p)} == matrices
+    assert len(moments_of(optimizer)) == len(list(model.parameters()))
+
+
+def test_both_keep_their_state_by_name() -> None:
+    model, optimizer = make_muon()
+    one_update(model, optimizer)
+    one_update(model, optimizer)
+    stored = {name: tensor.clone() for name, tensor in state_by_name(model, optimizer).items()}
+    assert len(stored) == 3 * 3 + 1
+    twin, twins_optimizer = make_muon()
+    twin.load_state_dict(model.state_dict())
+    load_state_by_name(twin, twins_optimizer, stored)
+    one_update(model, optimizer)
+    one_update(twin, twins_optimizer)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, twin.get_parameter(name))
+    with pytest.raises(
+        ValueError, match=r"(?s)missing: w\.weight\.exp_avg\n.*not of this model: w\.weight\.momentum_buffer"
+    ):
+        load_state_by_name(*make(), stored)
+    stored["w.weight.momentum_buffer"] = torch.zeros(2, 2)
+    with pytest.raises(ValueError, match=r"w\.weight\.momentum_buffer has shape \(2, 2\), not \(3, 3\)"):
+        load_state_by_name(*make_muon(), stored)
 
 
 def test_state_goes_out_and_in_by_name() -> None:

@@ -3,7 +3,8 @@ from pathlib import Path
 import pytest
 
 from pico_train.config import ConfigError, RunConfig, load_config, to_yaml
-from pico_train.suite import Suite, as_suite, json_schema, load
+from pico_train.errors import UserError
+from pico_train.suite import Suite, as_suite, json_schema, load, selected
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -215,3 +216,38 @@ def test_the_schema_of_a_suite_refers_to_that_of_a_run() -> None:
     schema = json_schema()
     assert schema["properties"]["base"]["$ref"] == "#/$defs/RunConfig"
     assert schema["$defs"]["RunConfig"]["properties"]["model"]["$ref"].rpartition("/")[2] in schema["$defs"]
+
+
+def names_of(suite: Suite) -> list[str]:
+    return [str(run.checkpointing.run_name) for run in suite.runs]
+
+
+def test_a_process_takes_some_runs_of_a_suite() -> None:
+    suite = load(REPOSITORY / "configs" / "demo.yaml")
+    assert selected(suite) == suite
+    assert names_of(selected(suite, ["medium", "demo-tiny"])) == ["demo-tiny", "demo-medium"]
+    assert selected(suite, ["small"]).name == "demo"
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 5])
+def test_shards_are_all_runs_once(n: int) -> None:
+    grid = {"name": "g", "base": {}, "vary": {"seeds.weights": [0, 1, 2, 3, 4, 5, 6]}}
+    suite = as_suite(grid)
+    shards = [names_of(selected(suite, shard=f"{i}/{n}")) for i in range(1, n + 1)]
+    assert sorted(name for shard in shards for name in shard) == names_of(suite)
+    assert [shard[0] for shard in shards] == names_of(suite)[:n]
+    assert max(map(len, shards)) - min(map(len, shards)) <= 1
+    assert names_of(selected(suite, ["weights-1", "weights-5"], "2/2")) == ["g-weights-5"]
+    assert selected(suite, shard="8/8").runs == ()
+
+
+@pytest.mark.parametrize("shard", ["0/4", "5/4", "1/0", "1", "-1/4", "a/b", "1/4/2"])
+def test_a_shard_out_of_range_is_refused(shard: str) -> None:
+    with pytest.raises(UserError, match="must be i/n with i from 1 to n"):
+        selected(load(REPOSITORY / "configs" / "demo.yaml"), shard=shard)
+
+
+def test_an_unknown_run_is_refused_with_the_names_there_are() -> None:
+    message = r"--only smal: .*demo.yaml has no such run \(did you mean 'small'\?\); there are: tiny, small, medium"
+    with pytest.raises(UserError, match=message):
+        selected(load(REPOSITORY / "configs" / "demo.yaml"), ["tiny", "smal"])

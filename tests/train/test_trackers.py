@@ -55,6 +55,7 @@ def row(step: int, life: int) -> Row:
         data_seconds=0.0,
         save_seconds=0.0,
         tokens_per_s=1000.0 * life + step,
+        mfu=None,
         memory_bytes=3 * 2**30 + step,
     )
 

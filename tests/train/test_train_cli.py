@@ -1,7 +1,10 @@
 """The command line as a user meets it: what it prints, and its exit codes."""
 
 import json
+import os
+import re
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -10,6 +13,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
+from pico_train.checkpoint.lock import locked
 from pico_train.cli import main
 
 Pico = Callable[..., Result]
@@ -115,6 +119,50 @@ def test_what_the_user_wrote_wrong_is_named_with_exit_code_2(
     assert "Traceback" not in result.output
 
 
+def test_one_run_of_a_suite_per_process(pico: Pico, tiny_yaml: Path, tmp_path: Path) -> None:
+    base = "\n".join(f"  {line}" for line in tiny_yaml.read_text().splitlines() if "run_name" not in line)
+    suite = tmp_path / "seeds.yaml"
+    suite.write_text(f"base:\n{base}\nvary:\n" + "".join(f"  - {{name: s{i}, seeds.weights: {i}}}\n" for i in range(3)))
+    for task, runs in ((2, ["seeds-s1"]), (1, ["seeds-s0", "seeds-s2"])):
+        result = pico("run", suite, "training.max_steps=1", "--shard", f"{task}/2")
+        assert result.exit_code == 0, result.output
+        assert [line.split()[0] for line in result.stdout.splitlines()[3:]] == runs
+    again = pico("run", suite, "training.max_steps=1", "--only", "s1", "--only", "s2")
+    assert again.exit_code == 0
+    assert "seeds-s1 is finished" in again.stderr
+    assert "seeds-s0" not in again.output
+    nothing = pico("run", suite, "training.max_steps=1", "--shard", "4/4")
+    assert (nothing.exit_code, "nothing to do: shard 4/4" in nothing.stdout) == (0, True)
+    assert [pico("run", suite, *words).exit_code for words in (("--only", "s9"), ("--shard", "0/2"))] == [2, 2]
+    planned = pico("run", suite, "--dry-run", "--shard", "2/2")
+    assert ("seeds-s1: " in planned.stdout, "1 runs" in planned.stdout) == (True, True)
+
+
+def test_two_processes_that_start_the_same_run(tiny_yaml: Path, tmp_path: Path) -> None:
+    """One trains, the other is told who does; its changed setting leaves no trace; a lock outlives no process."""
+    words = [sys.executable, "-m", "pico_train.cli", "run", str(tiny_yaml), "training.max_steps=3000"]
+    with subprocess.Popen(words, stderr=subprocess.PIPE, text=True) as first:
+        assert first.stderr is not None
+        next(line for line in first.stderr if "step 20/" in line)
+        run = tmp_path / "runs" / "tiny"
+        before = (run / "config.yaml").read_text(), (run / "run.json").read_text()
+        second = subprocess.run(
+            [*words, "training.fabric.num_threads=1"],
+            capture_output=True,
+            text=True,
+            check=False,
+            stdin=subprocess.DEVNULL,
+        )
+        first.kill()
+        first.communicate()
+    assert second.returncode == 2
+    owner = rf"in use by process {first.pid} on {socket.gethostname()} since 20\d\d-\d\d-\d\d \d\d:\d\d:\d\d\+00:00"
+    assert re.search(owner, second.stderr), second.stderr
+    assert ((run / "config.yaml").read_text(), (run / "run.json").read_text()) == before
+    with locked(run):
+        assert (run / "run.lock").read_text().startswith(f"process {os.getpid()} on ")
+
+
 def test_schemas_are_json(pico: Pico) -> None:
     assert "data" in json.loads(pico("schema").stdout)["properties"]
     assert "vary" in json.loads(pico("schema", "--suite").stdout)["properties"]
@@ -138,7 +186,6 @@ def test_interrupted_by_ctrl_c_and_started_again(tiny_yaml: Path, tmp_path: Path
                 process.send_signal(signal.SIGINT)
                 break
         rest = process.stderr.read()
-    assert process.returncode == 75
     assert process.returncode == 75
     assert "the same command goes on" in rest
     assert "Traceback" not in rest

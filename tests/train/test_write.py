@@ -192,7 +192,7 @@ def test_manifest_that_cannot_be_used_is_named(tmp_path: Path) -> None:
     assert "not a manifest" in message([])
     assert "version '2.0'" in message(good | {"format_version": "2.0"})
     assert "step" in message({key: value for key, value in good.items() if key != "step"})
-    flipped = json.loads(json.dumps(good).replace("pico-train", "pico-trbin"))
+    flipped = json.loads(json.dumps(good).replace('"cpu"', '"gpu"'))
     assert flipped != good
     assert "not what was written" in message(flipped)
     assert "not what was written" in message({key: value for key, value in good.items() if key != "sha256"})

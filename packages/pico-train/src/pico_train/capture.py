@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from pico_train.data.batches import Batch
 from pico_train.data.order import token_positions
-from pico_train.errors import UserError
+from pico_train.errors import PicoError, UserError
 from pico_train.ranks import ALONE, Ranks
 from pico_train.sharding import whole
 
@@ -102,6 +102,8 @@ def recording(model: nn.Module, rule: CaptureRule | None, positions: Tensor | No
 
     def hook_of(name: str) -> Callable[[nn.Module, Any, Tensor], None]:
         def hook(module: nn.Module, args: Any, output: Tensor) -> None:
+            if torch._C._current_graph_task_id() != -1:  # inside a backward: activation checkpointing repeats a forward
+                return
             begin = sequences[name]
             sequences[name] = end = begin + len(output)
             mine = None if positions is None else positions[begin:end]
@@ -116,7 +118,8 @@ def recording(model: nn.Module, rule: CaptureRule | None, positions: Tensor | No
         for handle in handles:
             handle.remove()
     for name, rows in parts.items():
-        assert rows, f"{name} was never called: its activations cannot be captured"
+        if not rows:
+            raise PicoError(f"{name} was never called in the pass: its activations cannot be captured")
         recorded[name] = torch.cat(rows)
 
 

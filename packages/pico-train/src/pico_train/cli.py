@@ -52,16 +52,25 @@ def main() -> None:
 @click.argument("words", nargs=-1, metavar="CONFIG [KEY.SUB=VALUE]...")
 @click.option("--config", "--config_path", "config", type=click.Path(path_type=Path), help="YAML of a run or a suite.")
 @click.option("--dry-run", is_flag=True, help="Print runs, steps, parameters, tokens, disk and memory; start nothing.")
+@click.option("--only", multiple=True, metavar="NAME", help="Of a suite, this run alone; give it again for more.")
+@click.option("--shard", metavar="I/N", help="Of these runs, the I-th and every N-th after it; I from 1 to N.")
 @reports_errors
-def run(words: tuple[str, ...], config: Path | None, dry_run: bool) -> None:
+def run(words: tuple[str, ...], config: Path | None, dry_run: bool, only: tuple[str, ...], shard: str | None) -> None:
     """Train the run or the suite that CONFIG describes, or go on where it stopped."""
-    suite = _load(words, config)
+    from pico_train.suite import selected
+
+    suite = selected(_load(words, config), only, shard)
     if dry_run:
         _print_plan(suite)
         return
+    if not suite.runs:
+        click.echo(f"nothing to do: shard {shard} of {suite.path} holds no run")
+        return
     n_processes = processes_to_start(suite.runs, place())
     if n_processes > 1:
-        sys.exit(start(n_processes, ["run", *(["--config", str(config)] if config else []), *words]))
+        options = [f"--config={config}"] if config else []
+        options += [f"--only={name}" for name in only] + ([f"--shard={shard}"] if shard else [])
+        sys.exit(start(n_processes, ["run", *options, *words]))
     _log_to_console(suite.runs[0].monitoring.logging.log_level)
     stop_with_the_starter()
     from pico_train.stopping import StopRequest
@@ -161,6 +170,23 @@ def verify(run_folder: Path) -> None:
 
 
 @main.command()
+@click.option("--compile", "slow", is_flag=True, help="Also try torch.compile and FlexAttention: a minute or two.")
+@reports_errors
+def doctor(slow: bool) -> None:
+    """Show what this machine has, and compare each optional path with the plain one."""
+    from pico_train.doctor import facts, probes
+
+    for name, value in facts():
+        click.echo(f"{name:<12}{value}")
+    click.echo(f"\n{'path':<28}{'largest error':<15}seconds")
+    for probe in probes(slow=slow):
+        error = "-" if probe.error is None else f"{probe.error:.1e}"
+        click.echo(f"{probe.path:<28}{error:<15}{probe.seconds:<7.1f}{probe.reason}".rstrip())
+        if probe.path == "plain fp32" and probe.error is None:
+            sys.exit(1)
+
+
+@main.command()
 @click.option("--suite", is_flag=True, help="The schema of a suite's file instead of a run's.")
 def schema(suite: bool) -> None:
     """Print the JSON schema of a configuration file."""
@@ -185,6 +211,7 @@ def _load(words: tuple[str, ...], config: Path | None) -> "Suite":
 def _print_plan(suite: "Suite") -> None:
     from pico_train.config import not_built_yet
     from pico_train.estimate import estimate
+    from pico_train.memory import memory
 
     disk = 0
     for config in suite.runs:
@@ -192,10 +219,14 @@ def _print_plan(suite: "Suite") -> None:
         disk += needs.disk_bytes
         click.echo(
             f"{config.checkpointing.run_name}: {needs.n_parameters:,} parameters, {config.training.max_steps:,} steps, "
-            f"{needs.tokens:,} tokens, disk {_size(needs.disk_bytes)} and up to "
-            f"{_size(needs.restart_bytes)} of restart points, memory {_size(needs.memory_bytes)}\n"
+            f"{needs.tokens:,} tokens, disk {_size(needs.disk_bytes)} and up to {_size(needs.restart_bytes)} of restart points\n"
             f"  {len(needs.save_steps)} checkpoints: {', '.join(map(str, needs.save_steps))}"
         )
+        batch, steps = config.data.dataloader.batch_size, config.training.optimization.gradient_accumulation_steps
+        for size in (1, batch) if steps == "auto" else (batch // steps,):
+            parts = memory(config, size)
+            listed = ", ".join(f"{name} {_size(n_bytes)}" for name, n_bytes in asdict(parts).items() if n_bytes)
+            click.echo(f"  memory with {size} sequences at a time {_size(parts.total)}: {listed}")
     click.echo(f"{len(suite.runs)} runs, disk {_size(disk)}; nothing was started, and the data was not looked at")
     for problem in dict.fromkeys(problem for config in suite.runs for problem in not_built_yet(config)):
         click.echo(f"would be refused: {problem}")

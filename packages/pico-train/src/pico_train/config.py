@@ -154,11 +154,16 @@ class ModelConfig(Section):
         return self.attention_n_heads if self.attention_n_kv_heads is None else self.attention_n_kv_heads
 
     @property
-    def n_parameters_without_embeddings(self) -> int:
-        """Blocks and norms, without the embedding matrices."""
+    def n_parameters_in_matrices(self) -> int:
+        """The matrices of the blocks, without norms and embeddings."""
         attention = 2 * self.d_model * (self.attention_n_heads + self.n_kv_heads) * self.head_dim  # q, o and k, v
         swiglu = 3 * self.d_model * self.activation_hidden_dim
-        return self.n_layers * (attention + swiglu + 2 * self.d_model) + self.d_model
+        return self.n_layers * (attention + swiglu)
+
+    @property
+    def n_parameters_without_embeddings(self) -> int:
+        """Blocks and norms, without the embedding matrices."""
+        return self.n_parameters_in_matrices + (2 * self.n_layers + 1) * self.d_model
 
     @property
     def n_parameters(self) -> int:
@@ -213,23 +218,41 @@ class SeedsConfig(Section):
 # ---- training
 
 
+class MuonConfig(Section):
+    """What the optimizer `muon` does with the matrices of the blocks."""
+
+    lr: float = Field(
+        0.02, gt=0, description="peak learning rate of these matrices; it follows the same schedule as optimization.lr"
+    )
+    momentum: float = Field(0.95, ge=0, lt=1, description="decay of the momentum, which is Nesterov's")
+    adjust_lr: Literal["original", "match_rms_adamw"] = Field(
+        "original",
+        description="original = lr * sqrt(max(1, rows / columns)); match_rms_adamw = lr * 0.2 sqrt(max(rows, columns)), "
+        "with which an lr found for AdamW can be used",
+    )
+
+
 class OptimizationConfig(Section):
     """The optimizer, its learning rate, and the clipping."""
 
-    optimizer: Literal["adamw"] = Field("adamw", description="the only optimizer so far")
-    lr: float = Field(3e-4, gt=0, description="peak learning rate")
+    optimizer: Literal["adamw", "muon"] = Field(
+        "adamw", description="muon = Muon for the matrices of the blocks, AdamW for embeddings, head and norms"
+    )
+    lr: float = Field(3e-4, gt=0, description="peak learning rate; under muon that of embeddings, head and norms")
     lr_scheduler: Literal["linear_with_warmup", "linear", "cosine", "wsd", "constant"] = Field(
         "linear_with_warmup",
         description="linear_with_warmup = the published curve, whose first update has rate 0; "
         "the others warm up from lr / lr_warmup_steps; wsd = flat, then straight down",
     )
     lr_warmup_steps: int = Field(2500, ge=0, description="steps of warm-up; 0 = none")
-    gradient_accumulation_steps: int = Field(128, gt=0, description="micro-batches per optimizer step and device")
+    gradient_accumulation_steps: Literal["auto"] | Annotated[int, Field(gt=0)] = Field(
+        128, description="micro-batches per optimizer step and device; auto = as few as the free memory allows"
+    )
     betas: Annotated[tuple[Beta, Beta], Strict(False)] = Field(
         (0.9, 0.999), description="AdamW's decay of its two moments"
     )
     eps: float = Field(1e-8, gt=0, description="AdamW's epsilon")
-    weight_decay: float = Field(0.01, ge=0, description="AdamW's decoupled weight decay; 0 = none")
+    weight_decay: float = Field(0.01, ge=0, description="decoupled weight decay; 0 = none")
     weight_decay_on: Literal["matrices", "all"] = Field(
         "matrices",
         description="matrices = 2-D weights outside the embeddings; all = every parameter, as published",
@@ -241,9 +264,15 @@ class OptimizationConfig(Section):
         0.0, ge=0, le=1, description="last learning rate of linear, cosine and wsd as a share of lr"
     )
     decay_fraction: float = Field(0.2, gt=0, le=1, description="share of all steps in which wsd goes down")
+    muon: MuonConfig = MuonConfig()
 
     def problems(self) -> Iterator[Problem]:
-        """A floor under the learning rate needs a schedule that has one."""
+        """A floor under the learning rate needs a schedule that has one; Muon's keys need Muon."""
+        for key, value in self.muon.model_dump().items():
+            if self.optimizer != "muon" and value != MuonConfig.model_fields[key].default:
+                yield Problem(
+                    f"muon.{key}", value, f"has no effect under optimizer: {self.optimizer}; use muon", ("optimizer",)
+                )
         if self.min_lr_ratio > 0 and self.lr_scheduler in ("linear_with_warmup", "constant"):
             yield Problem(
                 "min_lr_ratio",
@@ -290,6 +319,15 @@ class TrainingConfig(Section):
         "stop", description="a loss or gradient that is not finite: stop the run, or skip that update"
     )
     max_skips: int = Field(10, gt=0, description="updates that `skip` may leave out in a whole run")
+    activation_checkpointing: bool = Field(
+        False,
+        description="keep the input of each block only and compute the rest again in the backward: less memory, a "
+        "third more time, the same gradients bit for bit",
+    )
+    compile: bool = Field(
+        False, description="torch.compile the training pass; its numbers agree with the plain one up to rounding only"
+    )
+    ignore_memory: bool = Field(False, description="start although the memory may not be enough")
     max_minutes: float | None = Field(
         None, gt=0, description="stop after this time with a restart point and exit code 75; null = no limit"
     )
@@ -532,6 +570,7 @@ class RunConfig(Section):
         yield from self._batch_problems()
         yield from self._held_out_problems()
         yield from self._noise_problems()
+        yield from self._sharded_problems()
         seq_len, dynamics = self.model.max_seq_len, self.checkpointing.learning_dynamics
         if self.data.tokenizer.vocab_size > self.model.vocab_size:
             yield Problem(
@@ -580,20 +619,31 @@ class RunConfig(Section):
 
     def _noise_problems(self) -> Iterator[Problem]:
         steps = self.training.optimization.gradient_accumulation_steps
-        if self.monitoring.gradient_noise_scale and steps == 1:
+        if self.monitoring.gradient_noise_scale and steps in (1, "auto"):
             yield Problem(
                 "monitoring.gradient_noise_scale",
                 True,
-                "needs two micro-batches or more, and gradient_accumulation_steps is 1",
+                f"needs a number of micro-batches, two or more, and gradient_accumulation_steps is {steps}",
                 ("training.optimization.gradient_accumulation_steps",),
             )
-        if self.monitoring.gradient_noise_scale and self.training.fabric.strategy == "fsdp":
-            yield Problem(
-                "monitoring.gradient_noise_scale",
-                True,
-                "needs the gradient of each micro-batch, which fsdp keeps nowhere; use strategy ddp",
-                ("training.fabric.strategy",),
-            )
+
+    def _sharded_problems(self) -> Iterator[Problem]:
+        if self.training.fabric.strategy != "fsdp":
+            return
+        not_sharded = {
+            "training.compile": (self.training.compile, "is not for a sharded model"),
+            "training.optimization.optimizer": (
+                self.training.optimization.optimizer == "muon" and "muon",
+                "needs whole matrices, which fsdp cuts",
+            ),
+            "monitoring.gradient_noise_scale": (
+                self.monitoring.gradient_noise_scale,
+                "needs the gradient of each micro-batch, which fsdp keeps nowhere",
+            ),
+        }
+        for key, (value, why) in not_sharded.items():
+            if value:
+                yield Problem(key, value, f"{why}; use strategy ddp", ("training.fabric.strategy",))
 
     def _batch_problems(self) -> Iterator[Problem]:
         devices = self.training.fabric.num_devices
@@ -613,6 +663,7 @@ class RunConfig(Section):
     def batch_problem(self, n_devices: int) -> str | None:
         """Why the batch cannot be cut for ``n_devices`` devices in all, None where it can."""
         batch, accumulation = self.data.dataloader.batch_size, self.training.optimization.gradient_accumulation_steps
+        accumulation = 1 if accumulation == "auto" else accumulation
         parts = n_devices * accumulation
         if batch % parts == 0:
             return None
@@ -696,6 +747,7 @@ DOES_NOT_MATTER = frozenset(
         "checkpointing.ignore_disk_space",
         "training.max_minutes",
         "training.fabric.timeout_minutes",
+        "training.ignore_memory",
         "checkpointing.learning_dynamics.batch_size",
     }
 )
@@ -707,6 +759,8 @@ MAY_CHANGE = frozenset(
     {
         "training.max_steps",
         "training.optimization.gradient_accumulation_steps",
+        "training.compile",
+        "training.activation_checkpointing",
         "training.fabric.num_nodes",
         "training.fabric.num_devices",
         "training.fabric.strategy",

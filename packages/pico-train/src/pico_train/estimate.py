@@ -1,4 +1,4 @@
-"""What a run will need: its steps, tokens, disk and memory, from the configuration alone. Nothing is allocated."""
+"""What a run will need: its steps, tokens and disk, from the configuration alone. Nothing is allocated."""
 
 import shutil
 from dataclasses import dataclass
@@ -10,9 +10,9 @@ from pico_train.capture import modules_to_capture
 from pico_train.config import RunConfig
 from pico_train.errors import UserError
 from pico_train.model.decoder import PicoDecoder
+from pico_train.optim import n_moments
 
 FP32 = 4  # bytes
-INTERPRETER_BYTES = 450_000_000  # Python with torch and Lightning loaded, before a model exists
 
 
 @dataclass(frozen=True)
@@ -24,45 +24,36 @@ class Estimate:
     save_steps: list[int]
     disk_bytes: int
     restart_bytes: int
-    memory_bytes: int
 
 
 def estimate(config: RunConfig) -> Estimate:
     """Count what a run of ``config`` computes and stores.
 
-    Disk: for each milestone the weights in fp32, with them two moments per parameter where the optimizer is stored
-    (none at step 0), and per split the captured activations and gradients; and the restart points that are kept, with
-    one more while it is written.
-
-    Memory, on a CPU: weights, gradients and two moments in fp32; what the backward pass of one micro-batch keeps (per
-    block about 12 numbers of width d_model and 4 of the hidden width, and three copies of the logits); one
-    checkpoint's capture; the snapshot that is being written (weights, moments, capture); and the interpreter.
+    Disk: for each milestone the weights in fp32, with them the optimizer's moments where it is stored (none at step 0), and per split
+    the captured activations and gradients; and the restart points that are kept, with one more while it is written.
     """
-    model, training, dynamics = config.model, config.training, config.checkpointing.learning_dynamics
-    n = model.n_parameters
-    checkpointing = config.checkpointing
+    model, training, checkpointing = config.model, config.training, config.checkpointing
+    n, moments = model.n_parameters, n_moments(model, training.optimization.optimizer)
     steps = checkpointing.save_steps(training.max_steps)
-    with_optimizer = {step for step in steps if checkpointing.holds_optimizer(step, training.max_steps)}
-    capture = _capture_bytes(config) if dynamics.layer_suffixes else 0
-    n_micro = training.optimization.gradient_accumulation_steps
-    micro_tokens = config.data.dataloader.batch_size // n_micro * model.max_seq_len
-    per_token = model.n_layers * (12 * model.d_model + 4 * model.activation_hidden_dim) + 3 * model.vocab_size
+    with_optimizer = {step for step in steps if step and checkpointing.holds_optimizer(step, training.max_steps)}
+    capture = capture_bytes(config)
     return Estimate(
         n_parameters=n,
         tokens=training.max_steps * config.data.dataloader.batch_size * model.max_seq_len,
         save_steps=steps,
-        disk_bytes=sum(FP32 * n * (3 if step and step in with_optimizer else 1) + capture for step in steps),
-        restart_bytes=(checkpointing.restart.keep + 1) * FP32 * 3 * n,
-        memory_bytes=INTERPRETER_BYTES + FP32 * (7 * n + micro_tokens * per_token) + 2 * capture,
+        disk_bytes=sum(FP32 * (n + moments * (step in with_optimizer)) + capture for step in steps),
+        restart_bytes=(checkpointing.restart.keep + 1) * FP32 * (n + moments),
     )
 
 
-def _capture_bytes(config: RunConfig) -> int:
+def capture_bytes(config: RunConfig) -> int:
     """Bytes of the activations, gradients and batches that one checkpoint holds."""
     dynamics, seq_len = config.checkpointing.learning_dynamics, config.model.max_seq_len
+    if not dynamics.layer_suffixes:
+        return 0
     with torch.device("meta"):
         model = PicoDecoder(config.model)
-    modules = modules_to_capture(model, dynamics.layer_suffixes or ())
+    modules = modules_to_capture(model, dynamics.layer_suffixes)
     shapes = [model.get_parameter(f"{name}.weight").shape for name in modules]
     rows_per_sequence = {"all": seq_len, "sample": min(dynamics.tokens_per_sequence, seq_len)}
     sequences = [config.data.dataloader.batch_size]

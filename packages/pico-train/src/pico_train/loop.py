@@ -59,6 +59,13 @@ class Passes:
     probe_batch_size: int
     norms_by_layer: bool
     noise_scale: bool
+    compiled: bool
+    flops_per_token: int
+    peak_flops: float | None
+
+    def mfu(self, tokens_per_s: float) -> float | None:
+        """The share of the device's peak that the model's own operations take; None where no peak is known."""
+        return None if self.peak_flops is None else self.flops_per_token * tokens_per_s / self.peak_flops
 
 
 @dataclass(frozen=True)
@@ -137,8 +144,11 @@ def train(
             raise NonFiniteError(non_finite_message(step, outcome.losses, model, passes))
         captured: dict[Split, Captured] = {}
         if rule:
+            activations = outcome.activations
+            if passes.compiled:
+                activations = plain_activations(state, passes, engine, batch, positions)
             gradients = weight_gradients(model, rule, engine.ranks)
-            captured["train"] = Captured(batch, positions, outcome.activations, gradients)
+            captured["train"] = Captured(batch, positions, activations, gradients)
             if passes.probe is not None:
                 probe = passes.probe.to(device)
                 look = partial(unscaled_pass, state, engine, probe, passes.probe_batch_size)
@@ -173,6 +183,7 @@ def train(
                 data_seconds=data_seconds,
                 save_seconds=save_seconds,
                 tokens_per_s=batch.n_scored / seconds,
+                mfu=passes.mfu(batch.n_scored / seconds),
                 memory_bytes=peak_memory(device),
             )
         )
@@ -190,7 +201,7 @@ def computed(
         engine.optimizer.zero_grad()
         norms = MicroBatchNorms() if passes.noise_scale else None
         own_positions = None if positions is None else ranks.share(positions)
-        with recording(model, rule, own_positions) as activations:
+        with recording(model, None if passes.compiled else rule, own_positions) as activations:
             losses = forward_backward(
                 engine.fabric,
                 engine.forward,
@@ -219,6 +230,12 @@ def computed(
     return outcome
 
 
+def micro_batches(batch: Batch, micro_batch_size: int, ranks: Ranks) -> list[Batch]:
+    """What this rank sends through the model, one after the other: its share of the global ``batch`` in equal parts."""
+    mine = list(batch.split(len(batch.input_ids) // ranks.size))[ranks.rank]
+    return list(mine.split(micro_batch_size))
+
+
 def forward_backward(
     fabric: "Fabric",
     model: nn.Module,
@@ -238,8 +255,7 @@ def forward_backward(
     Returns:
         What each part of all ranks adds to the mean loss (parts,), in the order of the batch: they sum up to it.
     """
-    mine = list(batch.split(len(batch.input_ids) // ranks.size))[ranks.rank]
-    parts = list(mine.split(micro_batch_size))
+    parts = micro_batches(batch, micro_batch_size, ranks)
     losses = torch.zeros(len(parts), device=batch.input_ids.device)
     for number, part in enumerate(parts):
         # Gradients are averaged over the ranks in the backward of the last part, so that one goes through it even if none of it counts.
@@ -258,6 +274,21 @@ def forward_backward(
     if norms:
         ranks.average([parameter.grad for parameter in model.parameters() if parameter.grad is not None])
     return ranks.joined(losses)
+
+
+@torch.no_grad()
+def plain_activations(
+    state: TrainState, passes: Passes, engine: Engine, batch: Batch, positions: Tensor | None
+) -> dict[str, Tensor]:
+    """The activations of the pass from one more forward, through the plain module: in a compiled one hooks do not fire."""
+    ranks = engine.ranks
+    own_positions = None if positions is None else ranks.share(positions)
+    parts = micro_batches(batch, passes.micro_batch_size, ranks)
+    with recording(state.model, passes.rule, own_positions) as activations, engine.fabric.autocast():
+        for number, part in enumerate(parts):
+            torch.manual_seed(pass_seed(passes.dropout_seed, state.step, ranks.rank * len(parts) + number))
+            engine.objective(state.model, part, state.step)
+    return rows_of_all(activations, ranks)
 
 
 def unscaled_pass(state: TrainState, engine: Engine, batch: Batch, micro_batch_size: int) -> None:
@@ -283,7 +314,7 @@ def update(
     if max_grad_norm is not None:
         torch.nn.utils.clip_grads_with_norm_(state.model.parameters(), max_grad_norm, torch.tensor(grad_norm))
     for group in state.optimizer.param_groups:
-        group["lr"] = lr
+        group["lr"] = lr * group.get("lr_ratio", 1.0)
     optimizer.step()
 
 

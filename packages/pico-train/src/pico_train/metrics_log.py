@@ -27,6 +27,7 @@ class Row:
     data_seconds: float
     save_seconds: float
     tokens_per_s: float
+    mfu: float | None
     memory_bytes: int | None
 
 

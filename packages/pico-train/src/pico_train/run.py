@@ -3,7 +3,7 @@
 import json
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -14,27 +14,30 @@ import torch
 
 from pico_train.capture import CaptureRule, modules_to_capture
 from pico_train.checkpoint.contents import probe_hash
-from pico_train.checkpoint.folder import RunFolder, RunFolderError, open_run_folder, read_identity
+from pico_train.checkpoint.folder import RunFolder, RunFolderError, make_run_folder, open_run_folder, read_identity
 from pico_train.checkpoint.format import CheckpointError, Manifest, read_manifest, step_folders
 from pico_train.checkpoint.lock import locked
 from pico_train.checkpoint.resume import load_state, newest_intact
 from pico_train.checkpoint.retention import RestartSchedule, remove_unfinished
 from pico_train.checkpoint.save import Saver, git_commit, versions
+from pico_train.compile import compiled, try_compiled
 from pico_train.config import RunConfig, load_config, not_built_yet
 from pico_train.data.batches import Batch, Batches, Sample, probe
 from pico_train.data.cache import TokenCache, open_cache
-from pico_train.errors import UserError
+from pico_train.errors import PicoError, UserError
 from pico_train.estimate import check_disk
 from pico_train.evaluation import Evaluator
+from pico_train.flops import flops_per_token, peak_flops
 from pico_train.hardware import Hardware, choose_hardware, start_fabric
 from pico_train.launch import place, processes_to_start
 from pico_train.logs import log_to
-from pico_train.loop import Engine, Passes
+from pico_train.loop import Engine, Passes, micro_batches
 from pico_train.loop import train as train_loop
+from pico_train.memory import free_memory, give_back_freed_memory, micro_batch_size
 from pico_train.metrics_log import last_row
 from pico_train.model.decoder import PicoDecoder
 from pico_train.objectives import next_token
-from pico_train.optim import adamw
+from pico_train.optim import optimizer_of
 from pico_train.ranks import Ranks, gathered
 from pico_train.record import Record, trackers_of
 from pico_train.schedule import schedule_of
@@ -117,10 +120,11 @@ def train_run(
     with ExitStack() as held:
 
         def enter() -> RunFolder:
-            folder = open_run_folder(Path(config.checkpointing.runs_dir) / name, config, name=name, suite=suite)
-            held.enter_context(locked(folder.path))
-            held.enter_context(log_to(folder.path / "train.log", config.monitoring.logging.log_level))
-            return folder
+            path = Path(config.checkpointing.runs_dir) / name
+            make_run_folder(path)
+            held.enter_context(locked(path))
+            held.enter_context(log_to(path / "train.log", config.monitoring.logging.log_level))
+            return open_run_folder(path, config, name=name, suite=suite)
 
         folder = ranks.decided(enter)
         if ranks.decided(lambda: _finished(folder, config)):
@@ -184,19 +188,28 @@ def _train(
             "training.fabric.precision: bf16-true keeps the weights themselves in bf16, so updates below 1/256 of a weight are lost; "
             "bf16-mixed keeps them in fp32"
         )
+    fitting = _fitting(config, hardware, ranks)
+    fitting(None)  # refused before anything is allocated
     state, engine = _built(config, hardware, ranks)
     batches = _batches(config, cache)
     rule = _capture_rule(config, state.model)
     probe_batch = _probe(config, cache) if rule else None
     _go_on(folder, config, cache, state, ranks)
 
-    passes = _passes(config, rule, probe_batch, ranks)
+    state.micro_batch_size = fitting(state.micro_batch_size)
+    if config.training.optimization.gradient_accumulation_steps == "auto":
+        n_parts = batches.batch_size // (ranks.size * state.micro_batch_size)
+        log.info("gradient_accumulation_steps: auto is %d, by the memory that is free", n_parts)
+    passes = _passes(config, hardware, state.micro_batch_size, rule, probe_batch)
     batch_tokens = batches.batch_size * batches.seq_len
     log.info(
         f"{folder.name}: {config.model.n_parameters:,} parameters; {batches.batch_size} sequences x {batches.seq_len} tokens = "
         f"{batch_tokens:,} tokens a step, {passes.micro_batch_size} sequences at a time; "
         f"{max_steps:,} steps = {max_steps * batch_tokens:,} tokens, from step {state.step:,}; {hardware}"
     )
+    if config.training.compile:
+        part = micro_batches(batches.at(state.step), passes.micro_batch_size, ranks)[0].to(engine.fabric.device)
+        try_compiled(engine.fabric, engine.forward, state.model, next_token, part, state.step)
     restart = config.checkpointing.restart
     restart_schedule = RestartSchedule(
         every_n_steps=restart.every_n_steps,
@@ -222,44 +235,69 @@ def _train(
             restart_schedule=restart_schedule,
             before_publishing=record.sync,
         )
-        done = train_loop(
-            state,
-            passes,
-            engine,
-            batches=batches,
-            save=saver.milestone,
-            save_restart_point=saver.restart_point,
-            restart_due=restart_schedule.due,
-            stopping=lambda: stop.reason is not None,
-            evaluate=Evaluator(
-                folder.path, config.evaluation, cache, engine.fabric.device, engine.fabric.autocast, ranks
-            ),
-            log=record.row,
-        )
-        if not done:
-            record.hurry()
+        device, autocast = engine.fabric.device, engine.fabric.autocast
+        try:
+            done = train_loop(
+                state,
+                passes,
+                engine,
+                batches=batches,
+                save=saver.milestone,
+                save_restart_point=saver.restart_point,
+                restart_due=restart_schedule.due,
+                stopping=lambda: stop.reason is not None,
+                evaluate=Evaluator(folder.path, config.evaluation, cache, device, autocast, ranks),
+                log=record.row,
+            )
+            if not done:
+                record.hurry()
+        except PicoError as error:
+            if error.alike_on_all_ranks:
+                ranks.lead(held.close, patiently=True)
+            raise
+        ranks.lead(held.close, patiently=True)  # no rank ends before what was saved is published
     if not done:
         reason = stop.reason or "a signal to another rank"
         raise Stopped(f"{folder.name} stopped by {reason} at step {state.step:,}; the same command goes on there")
 
 
+def _fitting(config: RunConfig, hardware: Hardware, ranks: Ranks) -> Callable[[int | None], int]:
+    """How many sequences go through the model of each rank at a time, given how many did so far: what rank 0 finds to fit."""
+    device = torch.device(hardware.accelerator)
+    free = free_memory(device)
+    if free is not None and device.type != "cuda":
+        free //= hardware.n_devices  # the ranks of a machine share it
+
+    def fitting(before: int | None) -> int:
+        return ranks.decided(
+            lambda: micro_batch_size(
+                config,
+                n_sequences=config.data.dataloader.batch_size // ranks.size,
+                free=free,
+                precision=hardware.precision,
+                on_gpu=device.type != "cpu",
+                before=before,
+                n_shards=ranks.size if hardware.strategy == "fsdp" else 1,
+            )
+        )
+
+    return fitting
+
+
 def _built(config: RunConfig, hardware: Hardware, ranks: Ranks) -> tuple[TrainState, Engine]:
     """The state of a run at step 0, and what computes its passes on ``hardware``."""
-    optimization = config.training.optimization
+    training = config.training
     fabric = start_fabric(hardware)
     scaler: torch.amp.GradScaler | None = getattr(fabric.strategy.precision, "scaler", None)
     with torch.device("meta") if hardware.strategy == "fsdp" else nullcontext():  # no rank ever holds the whole of it
         model = PicoDecoder(config.model)
-    forward = fabric.setup_module(model)
+    model.activation_checkpointing = training.activation_checkpointing
+    if training.activation_checkpointing:
+        give_back_freed_memory()
+    forward = fabric.setup_module(compiled(model, dropout=config.model.dropout) if training.compile else model)
     model.initialize(config.seeds.weights)
-    optimizer = adamw(
-        model,
-        betas=optimization.betas,
-        eps=optimization.eps,
-        weight_decay=optimization.weight_decay,
-        decay_on=optimization.weight_decay_on,
-        fused=hardware.accelerator != "mps" and scaler is None,  # fused AdamW would unscale a second time
-    )
+    # fused AdamW would unscale a second time under a loss scaler
+    optimizer = optimizer_of(model, training.optimization, fused=hardware.accelerator != "mps" and scaler is None)
     state = TrainState(step=0, skipped_updates=0, model=model, optimizer=optimizer, scaler=scaler)
     fabric_optimizer: Any = fabric.setup_optimizers(optimizer)
     return state, Engine(fabric, forward, fabric_optimizer, next_token, ranks)
@@ -303,13 +341,16 @@ def _probe(config: RunConfig, cache: TokenCache) -> Batch | None:
     return batch
 
 
-def _passes(config: RunConfig, rule: CaptureRule | None, probe_batch: Batch | None, ranks: Ranks) -> Passes:
+def _passes(
+    config: RunConfig, hardware: Hardware, micro_batch_size: int, rule: CaptureRule | None, probe_batch: Batch | None
+) -> Passes:
     """How the passes of a run are made."""
     training, optimization = config.training, config.training.optimization
     save_at = frozenset(config.checkpointing.save_steps(training.max_steps))
+    peak = peak_flops(hardware.device_name, hardware.precision)
     return Passes(
         max_steps=training.max_steps,
-        micro_batch_size=config.data.dataloader.batch_size // (ranks.size * optimization.gradient_accumulation_steps),
+        micro_batch_size=micro_batch_size,
         learning_rate=schedule_of(training),
         max_grad_norm=optimization.max_grad_norm,
         non_finite=training.non_finite,
@@ -323,6 +364,9 @@ def _passes(config: RunConfig, rule: CaptureRule | None, probe_batch: Batch | No
         probe_batch_size=config.checkpointing.learning_dynamics.batch_size,
         norms_by_layer=config.monitoring.gradient_norms == "layers",
         noise_scale=config.monitoring.gradient_noise_scale,
+        compiled=training.compile,
+        flops_per_token=flops_per_token(config.model),
+        peak_flops=peak and peak * hardware.world_size,
     )
 
 

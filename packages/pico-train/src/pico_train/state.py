@@ -12,6 +12,7 @@ from pico_train.model.decoder import PicoDecoder
 @dataclass
 class TrainState:
     """Changed in place by the loop. ``model`` is the plain module; ``scaler`` exists under fp16 only.
+    ``micro_batch_size`` is that of the passes so far: the configuration may leave it to the free memory.
 
     No random state: the randomness of a pass is a function of the dropout seed, the step and the micro-batch.
     """
@@ -21,6 +22,7 @@ class TrainState:
     model: PicoDecoder
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler | None
+    micro_batch_size: int | None = None
 
 
 def scaler_state(scaler: torch.amp.GradScaler | None) -> dict[str, Any] | None:

@@ -8,11 +8,13 @@ base < vary < overrides; an override of what ``vary`` sets is refused.
 import itertools
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from pico_train.config import RunConfig, load_config, with_run_name
+from pico_train.errors import UserError
 from pico_train.strict_yaml import (
     ConfigError,
     Raw,
@@ -74,6 +76,34 @@ def as_suite(config: str | Path | Mapping[str, Any] | RunConfig | Suite, overrid
     if run.checkpointing.run_name is None:
         raise ConfigError(str(IN_PYTHON), [f"{RUN_NAME}: null takes the name of the file, and there is none; set it"])
     return Suite(None, IN_PYTHON, (run,))
+
+
+def selected(suite: Suite, only: Sequence[str] = (), shard: str | None = None) -> Suite:
+    """The part of ``suite`` that one process trains; it may be empty.
+
+    Args:
+        only: names of runs, with or without the suite's before them; none = all.
+        shard: ``"i/n"``, 1 <= i <= n: of these runs, in the suite's order, number i, i + n, i + 2n ... counted from 1.
+
+    Raises:
+        UserError: there is no run of that name, or ``shard`` is not of that form.
+    """
+    runs = suite.runs
+    if only:
+        folders = [str(run.checkpointing.run_name) for run in runs]
+        names = folders if suite.name is None else [folder.removeprefix(f"{suite.name}-") for folder in folders]
+        for name in only:
+            if name not in names and name not in folders:
+                near = get_close_matches(name, names, n=1)
+                hint = f" (did you mean {near[0]!r}?)" if near else ""
+                raise UserError(f"--only {name}: {suite.path} has no such run{hint}; there are: {', '.join(names)}")
+        runs = tuple(run for run, *known in zip(runs, names, folders, strict=True) if not set(only).isdisjoint(known))
+    if shard is not None:
+        match = re.fullmatch(r"([0-9]+)/([0-9]+)", shard)
+        if match is None or not 1 <= int(match[1]) <= int(match[2]):
+            raise UserError(f"--shard {shard}: must be i/n with i from 1 to n, for example 1/4, 2/4, 3/4 and 4/4")
+        runs = runs[int(match[1]) - 1 :: int(match[2])]
+    return replace(suite, runs=runs)
 
 
 def is_suite(raw: Mapping[str, Any]) -> bool:

@@ -18,7 +18,11 @@ log = logging.getLogger(__name__)
 
 RUN_FORMAT = "pico-run"
 IDENTITY = {"run_id", "run", "suite", "config_hash"}
-OURS = {"run.json.tmp", "run.lock"}  # what a kill during the very first start leaves behind without a run.json
+OURS = {
+    "run.json.tmp",
+    "run.lock",
+    "train.log",
+}  # what a kill during the very first start leaves behind without a run.json
 
 
 class RunFolderError(UserError):
@@ -50,13 +54,30 @@ class RunFolder:
         return self.path / "metrics.jsonl"
 
 
+def make_run_folder(path: Path) -> None:
+    """Make the folder of a run if it is not there, so that it can be locked.
+
+    Raises:
+        RunFolderError: it holds something else than a run, or cannot be made.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        if not (path / "run.json").exists() and (others := {file.name for file in path.iterdir()} - OURS):
+            raise RunFolderError(
+                f"{path} exists and holds no run: it has no run.json, but {', '.join(sorted(others))}; "
+                "give this run another checkpointing.run_name or runs_dir"
+            )
+    except OSError as error:
+        raise unwritable(path, error) from error
+
+
 def open_run_folder(path: Path, config: RunConfig, *, name: str, suite: str | None) -> RunFolder:
-    """Make the folder of a run, or open it if it was made for the same configuration.
+    """The run in the folder ``path``, which is locked: a new one, or the one there if it was made for the same configuration.
 
     Keys that no number depends on may have changed, and those of ``config.MAY_CHANGE``; ``config.yaml`` then holds the new ones.
 
     Raises:
-        RunFolderError: the folder holds something else than a run, or a run of another configuration; the keys that differ are named.
+        RunFolderError: the folder holds a run of another configuration; the keys that differ are named.
     """
     if (path / "run.json").exists() and _started(path):
         identity = read_identity(path)
@@ -71,19 +92,16 @@ def open_run_folder(path: Path, config: RunConfig, *, name: str, suite: str | No
             "config_hash": config_hash(config),
         }
     try:
-        path.mkdir(parents=True, exist_ok=True)
-        if not (path / "run.json").exists() and (others := {file.name for file in path.iterdir()} - OURS):
-            raise RunFolderError(
-                f"{path} exists and holds no run: it has no run.json, but {', '.join(sorted(others))}; "
-                "give this run another checkpointing.run_name or runs_dir"
-            )
         replace_file(path / "run.json", json.dumps(identity, indent=1) + "\n")
         replace_file(path / "config.yaml", to_yaml(config))
     except OSError as error:
-        raise RunFolderError(
-            f"{path} cannot be written: {error.strerror or error}; choose another checkpointing.runs_dir"
-        ) from error
+        raise unwritable(path, error) from error
     return RunFolder(path, identity["run_id"], identity["run"], identity["suite"])
+
+
+def unwritable(path: Path, error: OSError) -> RunFolderError:
+    """What to say where the folder of a run cannot be written."""
+    return RunFolderError(f"{path} cannot be written: {error.strerror or error}; choose another checkpointing.runs_dir")
 
 
 def _started(path: Path) -> bool:

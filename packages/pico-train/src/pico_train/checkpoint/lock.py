@@ -1,13 +1,15 @@
 """One process at a time in a run folder."""
 
+import datetime
 import os
 import socket
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TextIO
 
-from pico_train.checkpoint.folder import RunFolderError
+from pico_train.checkpoint.folder import RunFolderError, unwritable
 
 
 @contextmanager
@@ -15,9 +17,9 @@ def locked(run: Path) -> Iterator[None]:
     """Hold the lock of the run folder ``run``; the system gives it up when the process ends, however it ends.
 
     Raises:
-        RunFolderError: another process holds it; the message names its host and process.
+        RunFolderError: another process holds it; the message names its host and process, and since when.
     """
-    with (run / "run.lock").open("a+", encoding="utf-8") as file:
+    with _opened(run / "run.lock") as file:
         try:
             _lock(file.fileno())
         except OSError:
@@ -27,9 +29,17 @@ def locked(run: Path) -> Iterator[None]:
                 "another checkpointing.run_name"
             ) from None
         file.truncate(0)
-        file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        since = datetime.datetime.now(datetime.UTC).isoformat(sep=" ", timespec="seconds")
+        file.write(f"process {os.getpid()} on {socket.gethostname()} since {since}\n")
         file.flush()
         yield
+
+
+def _opened(path: Path) -> TextIO:
+    try:
+        return path.open("a+", encoding="utf-8")
+    except OSError as error:
+        raise unwritable(path.parent, error) from error
 
 
 def _lock(descriptor: int) -> None:

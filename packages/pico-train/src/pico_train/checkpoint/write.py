@@ -125,6 +125,7 @@ def write_checkpoint(
                 "files": [_file_row(staging, path) for path in sorted({*by_file, *documents})],
             }
         )
+        manifest = manifest.model_copy(update={"sha256": seal(manifest.model_dump())})
         (staging / MANIFEST).write_text(manifest_text(manifest), encoding="utf-8")
         flush(staging / MANIFEST)
         for inner in [*(path for path in staging.rglob("*") if path.is_dir()), staging]:
@@ -141,9 +142,8 @@ def write_checkpoint(
 
 
 def manifest_text(manifest: Manifest) -> str:
-    """The manifest as it is stored, sealed by the hash of itself; the SHA-256 of this text links a checkpoint to the one before."""
-    content = manifest.model_dump()
-    return json.dumps(content | {"sha256": seal(content)}, indent=1, allow_nan=False) + "\n"
+    """The manifest as it is stored; its SHA-256 links a checkpoint to the one before."""
+    return json.dumps(manifest.model_dump(), indent=1, allow_nan=False) + "\n"
 
 
 def set_aside(folder: Path) -> Path:

@@ -16,6 +16,7 @@ from typing import Self
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from pico_train.config import ModelConfig
 from pico_train.sharding import part_like
@@ -239,6 +240,7 @@ class PicoDecoder(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
+        self.activation_checkpointing = False  # set by who trains: keep the input of each block, compute the rest again
         self.embedding_proj = nn.Embedding(config.vocab_size, config.d_model)
         self.layers = nn.ModuleList(Block(config, layer) for layer in range(config.n_layers))
         self.output_norm = RMSNorm(config.d_model, config.norm_eps)
@@ -281,7 +283,10 @@ class PicoDecoder(nn.Module):
         if start > 0:  # the new tokens see all cached ones, and each other causally
             mask = torch.ones(T, end, dtype=torch.bool, device=x.device).tril(start)  # (T, S)
         for block in self.layers:
-            x = block(x, cos, sin, mask, cache)
+            if self.activation_checkpointing and torch.is_grad_enabled():
+                x = checkpoint(block, x, cos, sin, mask, cache, use_reentrant=False)
+            else:
+                x = block(x, cos, sin, mask, cache)
         if cache is not None:
             cache.length = end
         hidden: Tensor = self.output_norm(x)

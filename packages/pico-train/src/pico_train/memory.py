@@ -1,0 +1,219 @@
+"""How much memory a run takes, part by part, and from that how many sequences go through the model at a time.
+
+A stated model, held to measured peaks by ``tests/train/test_memory.py``. Letters as in ``model/decoder.py``: D d_model, M MLP width,
+H query heads, K kv heads, E head dim, V vocabulary.
+"""
+
+import ctypes
+import platform
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from pico_train.config import ModelConfig, RunConfig, divisors
+from pico_train.errors import UserError
+from pico_train.estimate import FP32, capture_bytes
+from pico_train.optim import n_moments
+
+BASE_BYTES = 450_000_000  # Python with torch and Lightning loaded, before a model exists
+COMPILER_BYTES = 300_000_000  # torch.compile and what it keeps
+HEADROOM = 0.8  # the share of the free memory that a choice of ours fills: the model may be a quarter off
+
+
+@dataclass(frozen=True)
+class Memory:
+    """The peak of a run in bytes, by part; on a GPU, ``device`` of it is there and the rest in the host's memory."""
+
+    base: int
+    weights: int
+    gradients: int
+    moments: int
+    activations: int
+    logits: int
+    capture: int
+    snapshot: int
+
+    @property
+    def device(self) -> int:
+        """Weights, gradients, moments, activations and logits."""
+        return self.weights + self.gradients + self.moments + self.activations + self.logits
+
+    @property
+    def total(self) -> int:
+        """All parts."""
+        return self.base + self.device + self.capture + self.snapshot
+
+
+def memory(config: RunConfig, micro_batch_size: int, precision: str = "32-true", n_shards: int = 1) -> Memory:
+    """The peak of a run that sends ``micro_batch_size`` sequences through the model at a time, on one of ``n_shards`` ranks.
+
+    Throughout there are the interpreter, the weights, the optimizer's moments, what the last save captured, and the snapshot that is
+    being written (weights, moments and capture once more). On top of that comes the largest of
+
+    * forward and backward of a micro-batch, beside the gradients of those before it,
+    * forward and backward of the probe, beside the gradient of the training pass that is set aside,
+    * the logits of an evaluation, beside that gradient,
+    * the end of a backward: the gradients alone, those of the training pass and of the probe, or with the noise scale of one micro-batch.
+    """
+    model, training = config.model, config.training
+    dynamics, n_sequences = config.checkpointing.learning_dynamics, config.data.dataloader.batch_size
+    _, width = _widths(precision)
+    weights = width * model.n_parameters // n_shards
+    moments = width * n_moments(model, training.optimization.optimizer) // n_shards
+    recompute, capture = training.activation_checkpointing, capture_bytes(config)
+
+    def forward(n: int) -> tuple[int, int]:
+        tokens = n * model.max_seq_len
+        activations = activation_bytes(model, tokens, precision, recompute)
+        return activations + block_gradient_bytes(model, tokens, precision), logits_bytes(model, tokens, precision)
+
+    beside = 0 if micro_batch_size == n_sequences else weights
+    moments_in_time = [(beside, *forward(micro_batch_size)), (weights, 0, 0)]  # gradients, activations, logits
+    if config.monitoring.gradient_noise_scale:
+        moments_in_time.append((2 * weights, 0, 0))
+    if capture and dynamics.eval_data is not None:
+        probe = forward(min(dynamics.batch_size, dynamics.probe_windows))
+        moments_in_time += [(weights, *probe), (2 * weights, 0, 0)]
+    if "held_out" in (config.evaluation.metrics or ()):
+        tokens = config.evaluation.held_out.batch_size * model.max_seq_len
+        moments_in_time.append((weights, 0, logits_bytes(model, tokens, precision, backward=False)))
+    gradients, activations, logits = max(moments_in_time, key=sum)
+    return Memory(
+        base=BASE_BYTES + (COMPILER_BYTES if training.compile else 0),
+        weights=weights,
+        gradients=gradients,
+        moments=moments,
+        activations=activations,
+        logits=logits,
+        capture=capture,
+        snapshot=n_shards * (weights + moments) + capture,
+    )
+
+
+def logits_bytes(model: ModelConfig, rows: int, precision: str, *, backward: bool = True) -> int:
+    """What the unembedding and the loss hold for ``rows`` tokens whose logits are alive at the same time.
+
+    Backward: the log-softmax, its gradient and that of the logits. Forward alone: the logits and their log-softmax.
+    """
+    copies = FP32 * (3 if backward else 2) + (2 if precision != "32-true" else 0)  # and the logits in half precision
+    return rows * model.vocab_size * copies
+
+
+def activation_bytes(model: ModelConfig, tokens: int, precision: str, recompute: bool) -> int:
+    """What a forward over ``tokens`` keeps for its backward, without the logits.
+
+    Per block and token, counted from what autograd saves: 8 D (the stream before and after attention, both norms before and after
+    their gain, the query, what attention gives, and that once more as the input of W_O), 2 D more with dropout; 2 K E keys and
+    values; 4 M of the SwiGLU; H + 2 statistics. Outside the blocks 2 D of the last norm, D more with dropout. In half precision the
+    matrix products keep 2 bytes a number; the stream keeps 4. ``recompute`` (activation checkpointing) keeps the input of each block,
+    and the rest of one block only.
+    """
+    narrow, wide = _widths(precision)
+    D, dropout = model.d_model, model.dropout > 0
+    block = wide * ((8 + 2 * dropout) * D + model.attention_n_heads + 2)
+    block += narrow * (2 * model.n_kv_heads * model.head_dim + 4 * model.activation_hidden_dim)
+    kept = model.n_layers * wide * D + block if recompute else model.n_layers * block
+    return tokens * (kept + wide * (2 + dropout) * D)
+
+
+def block_gradient_bytes(model: ModelConfig, tokens: int, precision: str) -> int:
+    """What the backward of one block holds beside what the forward has kept: gradients of the stream (2 D) and of the SwiGLU (3 M)."""
+    narrow, wide = _widths(precision)
+    return tokens * (2 * wide * model.d_model + 3 * narrow * model.activation_hidden_dim)
+
+
+def _widths(precision: str) -> tuple[int, int]:
+    """Bytes of a number in matrix products, and in the residual stream."""
+    return FP32 if precision == "32-true" else 2, 2 if precision == "bf16-true" else FP32
+
+
+def micro_batch_size(
+    config: RunConfig,
+    *,
+    n_sequences: int,
+    free: int | None,
+    precision: str,
+    on_gpu: bool,
+    before: int | None,
+    n_shards: int = 1,
+) -> int:
+    """How many of the ``n_sequences`` of a batch go through the model at a time.
+
+    With a number of accumulation steps it follows from that. Under ``auto`` it is the one of ``before``, with which the run has been
+    trained so far, if that still fits; else the largest divisor with which the run takes at most ``HEADROOM`` of the ``free`` bytes.
+
+    Raises:
+        UserError: the memory is too little, and ``training.ignore_memory`` does not say to start all the same.
+    """
+    steps = config.training.optimization.gradient_accumulation_steps
+
+    def needed(size: int) -> int:
+        needs = memory(config, size, precision, n_shards)
+        return needs.device if on_gpu else needs.total - BASE_BYTES  # what there is already is not free
+
+    if steps != "auto":
+        size = n_sequences // steps
+    elif free is None:
+        raise UserError(
+            "training.optimization.gradient_accumulation_steps: 'auto' needs to know the free memory, which this system "
+            "does not tell; give a number"
+        )
+    elif before is not None and n_sequences % before == 0 and needed(before) <= free:
+        size = before
+    else:
+        sizes = divisors(n_sequences)[::-1]
+        size = next((size for size in sizes if needed(size) <= HEADROOM * free), 1)
+    if free is not None and needed(size) > free and not config.training.ignore_memory:
+        raise UserError(
+            f"{config.checkpointing.run_name} needs about {needed(size) / 1e9:,.3g} GB more of memory with {size} sequences at a time, "
+            f"and {free / 1e9:,.3g} GB are free; raise training.optimization.gradient_accumulation_steps (or 'auto'), set "
+            "training.activation_checkpointing=true, make the model or its windows smaller, or start all the same with "
+            "training.ignore_memory=true"
+        )
+    return size
+
+
+def give_back_freed_memory() -> None:
+    """Make glibc give freed blocks of 1 MB and more back to the system at once, instead of when it likes; a no-op elsewhere.
+
+    Its heap otherwise keeps the holes that recomputed blocks leave: measured on 12 layers, 756 MB at the peak instead of 249 MB, which
+    is most of what activation checkpointing saves. The price is that the pages are asked for again.
+    """
+    if platform.libc_ver()[0] == "glibc":
+        m_mmap_threshold = -3  # malloc.h
+        ctypes.CDLL(None).mallopt(m_mmap_threshold, 1 << 20)
+
+
+def free_memory(device: torch.device) -> int | None:
+    """The bytes that this process can still take: of ``device`` if that is a GPU, else of the machine; None where nothing tells.
+
+    On Linux a limit of the control group (version 2) counts too, as containers and Slurm set it.
+    """
+    if device.type == "cuda":
+        free: int = torch.cuda.mem_get_info(device)[0]
+        return free
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return None
+    [available] = [1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")]
+    return min([available, *control_group_room()])
+
+
+def control_group_room(root: Path = Path("/sys/fs/cgroup"), of: Path = Path("/proc/self/cgroup")) -> list[int]:
+    """What is left of each memory limit that the control groups of this process set, in bytes; none without such groups."""
+    own = [line.removeprefix("0::/") for line in of.read_text().splitlines() if line.startswith("0::/")]
+    room = []
+    for group in [
+        path for name in own for path in ((root / name), *(root / name).parents) if path.is_relative_to(root)
+    ]:
+        try:
+            limit = (group / "memory.max").read_text().strip()
+            if limit != "max":
+                statistics = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+                cached = int(statistics["inactive_file"])  # given back when it is needed
+                room.append(int(limit) - int((group / "memory.current").read_text()) + cached)
+        except OSError:  # the topmost group has no limit, and a container may hide those above its own
+            continue
+    return room
