@@ -23,7 +23,7 @@ from pico_train.checkpoint.save import Saver, git_commit, versions
 from pico_train.config import RunConfig, load_config, not_built_yet
 from pico_train.data.batches import Batch, Batches, Sample, probe
 from pico_train.data.cache import TokenCache, open_cache
-from pico_train.errors import UserError
+from pico_train.errors import PicoError, UserError
 from pico_train.estimate import check_disk
 from pico_train.evaluation import Evaluator
 from pico_train.hardware import Hardware, choose_hardware, start_fabric
@@ -222,22 +222,27 @@ def _train(
             restart_schedule=restart_schedule,
             before_publishing=record.sync,
         )
-        done = train_loop(
-            state,
-            passes,
-            engine,
-            batches=batches,
-            save=saver.milestone,
-            save_restart_point=saver.restart_point,
-            restart_due=restart_schedule.due,
-            stopping=lambda: stop.reason is not None,
-            evaluate=Evaluator(
-                folder.path, config.evaluation, cache, engine.fabric.device, engine.fabric.autocast, ranks
-            ),
-            log=record.row,
-        )
-        if not done:
-            record.hurry()
+        device, autocast = engine.fabric.device, engine.fabric.autocast
+        try:
+            done = train_loop(
+                state,
+                passes,
+                engine,
+                batches=batches,
+                save=saver.milestone,
+                save_restart_point=saver.restart_point,
+                restart_due=restart_schedule.due,
+                stopping=lambda: stop.reason is not None,
+                evaluate=Evaluator(folder.path, config.evaluation, cache, device, autocast, ranks),
+                log=record.row,
+            )
+            if not done:
+                record.hurry()
+        except PicoError as error:
+            if error.alike_on_all_ranks:
+                ranks.lead(held.close, patiently=True)
+            raise
+        ranks.lead(held.close, patiently=True)  # no rank ends before what was saved is published
     if not done:
         reason = stop.reason or "a signal to another rank"
         raise Stopped(f"{folder.name} stopped by {reason} at step {state.step:,}; the same command goes on there")
