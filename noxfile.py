@@ -42,9 +42,11 @@ def demo(session: nox.Session) -> None:
         "--run-path",
         str(out / "runs" / suite),
         f"monitoring.output_dir={out / 'analysis_results'}",
+        "--jobs",
+        "2",
     )
     results = out / "analysis_results" / "demo"
-    session.run("pico-analyze", "plot", str(results))
+    session.run("pico-analyze", "plot", str(results), "--jobs", "2")
     session.log(f"the table:    {results}/results.csv (and .parquet)")
     session.log(f"the pictures: {results}/plots, overview.png first")
     session.log(f"the trail:    {out / 'runs'}")
@@ -52,9 +54,9 @@ def demo(session: nox.Session) -> None:
 
 @nox.session
 def tests(session: nox.Session) -> None:
-    """Run all tests."""
+    """Run all tests, a process per core, each with one thread: threads of several would stand in each other's way."""
     install(session, *PACKAGES, "-e", "packages/pico-train[trackers]", *nox.project.dependency_groups(GROUPS, "test"))
-    session.run("pytest", *session.posargs)
+    session.run("pytest", "-n", "auto", "--dist", "loadfile", *session.posargs, env={"OMP_NUM_THREADS": "1"})
 
 
 @nox.session

@@ -24,6 +24,7 @@ from pico_analyze.checkpoint.format import (
     TensorRow,
     content_hash,
     file_hash,
+    seal,
 )
 
 DTYPES = {
@@ -167,7 +168,8 @@ def write_checkpoint(
             FileRow(path=file, bytes=(folder / file).stat().st_size, sha256=file_hash(folder / file)) for file in files
         ],
     )
-    (folder / MANIFEST).write_text(manifest.model_dump_json())
+    content = manifest.model_dump()
+    (folder / MANIFEST).write_text(json.dumps(content | {"sha256": seal(content)}))
 
 
 def write_run(

@@ -8,7 +8,7 @@ import torch
 
 import pico_analyze.metrics
 from pico_analyze.analysis import AnalysisError, analyze, describe, plan
-from pico_analyze.checkpoint.format import CheckpointError
+from pico_analyze.checkpoint.format import CheckpointError, seal
 from pico_analyze.checkpoint.reader import open_run
 from pico_analyze.config import AnalysisConfig
 from pico_analyze.results import COLUMNS
@@ -254,7 +254,7 @@ def test_content_of_another_step_is_seen_by_a_rerun_too(run_folder):
     twin = folder / "checkpoints" / "step_1"
     manifest = json.loads((folder / "checkpoints" / "step_0" / "manifest.json").read_text()) | {"step": 1}
     shutil.copytree(folder / "checkpoints" / "step_0", twin, dirs_exist_ok=True)
-    (twin / "manifest.json").write_text(json.dumps(manifest))
+    (twin / "manifest.json").write_text(json.dumps(manifest | {"sha256": seal(manifest)}))
     again = analyze(folder, settings, previous=first)
     assert list(measured(again)["reason"]) == ["the same content as step 1"] * 2
     pd.testing.assert_frame_equal(again, analyze(folder, settings))

@@ -11,6 +11,7 @@ from click.testing import CliRunner
 
 from pico_analyze import analyze
 from pico_analyze.checkpoint import integrity
+from pico_analyze.checkpoint.format import seal
 from pico_analyze.cli import main
 
 GOLDEN = Path(__file__).parents[1] / "contract" / "golden" / "v1.0" / "run"
@@ -51,7 +52,7 @@ def edit_manifest(folder, change):
     path = folder / "manifest.json"
     manifest = json.loads(path.read_text())
     change(manifest)
-    path.write_text(json.dumps(manifest))
+    path.write_text(json.dumps(manifest | {"sha256": seal(manifest)}))
 
 
 def copy_step(run, source, target):

@@ -151,11 +151,13 @@ def test_the_same_bytes_whatever_the_order_of_rows_and_the_settings_which_are_le
     with mpl.rc_context({"font.size": 40, "lines.color": "red", "svg.fonttype": "path"}):
         changed = dict(mpl.rcParams)
         again = draw(tmp_path, formats=("svg",), metrics=["gini"])
+        shared = draw(tmp_path, tmp_path / "shared" / "plots", formats=("svg",), metrics=["gini"], n_jobs=2)
         assert dict(mpl.rcParams) == changed
     assert dict(mpl.rcParams) == before
     assert plt.get_fignums() == open_figures
     plain = {path.relative_to(folder): path.read_bytes() for path in paths if path.suffix == ".svg"}
     assert {path.relative_to(tmp_path): path.read_bytes() for path in again} == plain
+    assert {path.relative_to(tmp_path / "shared"): path.read_bytes() for path in shared} == plain
 
 
 def test_formats_output_folder_metrics_and_progress(tmp_path):

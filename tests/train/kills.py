@@ -153,7 +153,7 @@ MOMENTS = {
     "first checkpoint staged": Moment(RENAME, 0, 1, file="step_*.tmp", late_s=0.2),
     "checkpoint staged": Moment(RENAME, 0, 8, file="step_*.tmp"),
     "checkpoint renamed": Moment(RENAME, 1, 7, file="step_*.tmp"),
-    "renamed and parent synced": Moment("pico_train.checkpoint.write:_flush", 1, 7, file="checkpoints", late_s=0.2),
+    "renamed and parent synced": Moment("pico_train.checkpoint.write:flush", 1, 7, file="checkpoints", late_s=0.2),
     "leftover staging removed": Moment("shutil:rmtree", 1, file="step_*.tmp", after="tensor file half written"),
     "last checkpoint staged": Moment(RENAME, 0, 11, file="step_*.tmp", late_s=0.3),
     "last checkpoint renamed": Moment(RENAME, 1, 11, file="step_*.tmp"),

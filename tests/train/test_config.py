@@ -233,6 +233,8 @@ def test_numbers_as_people_write_them() -> None:
         ),
         ("n_layer=3", "n_layer: unknown key; did you mean model.n_layers?"),
         ("model.num_heads=3", "model.num_heads: unknown key; did you mean model.attention_n_heads?"),
+        ("model.n_head=3", "model.n_head: unknown key; did you mean model.attention_n_heads?"),
+        ("data.batch_size=3", "data.batch_size: unknown key; did you mean data.dataloader.batch_size?"),
         ("training.max_step=3", "training.max_step: unknown key; did you mean training.max_steps?"),
         ("training.d_model=3", "training.d_model: unknown key; did you mean model.d_model?"),
         ("training.optimization.warmup_steps=3", "did you mean training.optimization.lr_warmup_steps?"),

@@ -157,6 +157,11 @@ def test_a_missing_path_is_named(tmp_path):
         text(tmp_path / "nowhere")
 
 
+def test_a_path_that_is_no_file_is_refused():
+    with pytest.raises(DataError, match=r"data\.dataset\.path: /dev/null is neither a file nor a folder"):
+        text("/dev/null")
+
+
 def test_a_pattern_that_matches_nothing_is_named(tmp_path):
     (tmp_path / "a.md").write_text("Text.")
     message = refused(text(tmp_path))
@@ -198,21 +203,21 @@ def test_json_lines_that_are_not_utf8_are_named_by_their_offset(tmp_path):
 @pytest.mark.parametrize(
     ("line", "problem"),
     [
-        ('{"text": "cut', "not JSON"),
+        ('{"text": "cut', "column 14: not JSON"),
         ("[" * 100_000, "not JSON"),
         ('["text"]', "not a JSON object"),
         (
             '{"body": "x", "id": 1}',
-            "no text under 'text'; data.dataset.text_key names the field, here there are: 'body', 'id'",
+            "no field 'text'; data.dataset.text_key names the field with the text, here there are: 'body', 'id'",
         ),
-        ('{"text": null}', "no text under 'text'"),
+        ('{"text": null}', "the field 'text' is null, not text"),
         ('{"text": "\\ud800"}', r"'\ud800' is half a surrogate pair"),
     ],
 )
 def test_a_bad_json_line_is_named_by_its_number(tmp_path, line, problem):
     (tmp_path / "a.jsonl").write_text('{"text": "fine"}\n' + line + "\n")
     message = refused(text(tmp_path / "a.jsonl"))
-    assert f"{tmp_path / 'a.jsonl'}, line 2: " in message
+    assert f"{tmp_path / 'a.jsonl'}, line 2" in message
     assert problem in message
 
 

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 import pico_train
 from pico_train.checkpoint.folder import RunFolderError
-from pico_train.checkpoint.format import CheckpointError, read_manifest, step_folders
+from pico_train.checkpoint.format import CheckpointError, read_manifest, seal, step_folders
 from pico_train.checkpoint.lock import locked
 from pico_train.checkpoint.resume import verify_run
 from pico_train.config import RunConfig
@@ -538,7 +538,7 @@ def test_a_folder_that_cannot_be_written_is_named(tiny: Tiny, tmp_path: Path) ->
 
 def test_what_a_kill_at_the_very_first_start_leaves_is_no_obstacle(tiny: Tiny, tmp_path: Path) -> None:
     (tmp_path / "runs" / "tiny").mkdir(parents=True)
-    (tmp_path / "runs" / "tiny" / "config.yaml.tmp").write_text("dat")
+    (tmp_path / "runs" / "tiny" / "run.json.tmp").write_text("dat")
     assert pico_train.train(tiny("training.max_steps=1"))
 
 
@@ -560,8 +560,9 @@ def test_a_cache_that_is_rebuilt_from_other_text_is_refused(
     pico_train.train(config)
 
 
+@pytest.mark.parametrize(("sealed", "fault"), [(False, "is not what was written"), (True, "step_4 holds step 400")])
 def test_a_manifest_edited_by_hand_is_never_trusted(
-    tiny: Tiny, stop_at: Callable[[int | None], None], caplog: pytest.LogCaptureFixture
+    sealed: bool, fault: str, tiny: Tiny, stop_at: Callable[[int | None], None], caplog: pytest.LogCaptureFixture
 ) -> None:
     config = tiny()
     stop_at(5)
@@ -571,9 +572,10 @@ def test_a_manifest_edited_by_hand_is_never_trusted(
     run = Path(config.checkpointing.runs_dir) / "tiny"
     path = checkpoints(run)[4] / "manifest.json"
     manifest = json.loads(path.read_text())
-    path.write_text(json.dumps(manifest | {"step": 400}))
+    edited = manifest | {"step": 400}
+    path.write_text(json.dumps(edited | {"sha256": seal(edited)} if sealed else edited))
     pico_train.train(config)
-    assert "step_4 holds step 400" in caplog.text
+    assert fault in caplog.text
     assert list(checkpoints(run)) == [0, 1, 2, 4, 6]
     assert read_manifest(checkpoints(run)[4]).step == 4
 
@@ -613,6 +615,26 @@ def test_missing_rows_of_the_log_are_noticed(tiny: Tiny) -> None:
     assert "has not one row per pass: 3 rows, the last of step 2" in verify_run(result.path)[1][0]
     with pytest.raises(UserError, match="ends at step 2 although the run stands at step 6: rows are missing"):
         pico_train.train(tiny(constant, "training.max_steps=8"))
+
+
+def test_a_damaged_restart_point_is_found(tiny: Tiny) -> None:
+    [result] = pico_train.train(tiny("checkpointing.restart.every_n_steps=5"))
+    assert verify_run(result.path)[1] == []
+    weights = result.path / "restart" / "step_5" / "model.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    [fault] = verify_run(result.path)[1]
+    assert fault.startswith(f"{weights} is not what was written")
+
+
+def test_a_config_of_somebody_else_is_left_alone(tiny: Tiny) -> None:
+    folder = Path(tiny().checkpointing.runs_dir) / "tiny"
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text("precious: true\n")
+    with pytest.raises(RunFolderError, match=r"holds no run: it has no run\.json, but config\.yaml"):
+        pico_train.train(tiny())
+    assert (folder / "config.yaml").read_text() == "precious: true\n"
 
 
 def test_finished_means_that_the_last_checkpoint_is_there(tiny: Tiny) -> None:

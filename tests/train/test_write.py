@@ -19,6 +19,7 @@ from pico_train.checkpoint.format import (
     RunIdentity,
     Seeds,
     read_manifest,
+    seal,
     step_folders,
 )
 from pico_train.checkpoint.write import StoredTensor, write_checkpoint
@@ -137,7 +138,7 @@ def test_a_failing_disk_leaves_what_was_there(tmp_path: Path, monkeypatch: pytes
     read_manifest(tmp_path / "step_2")
 
 
-@pytest.mark.parametrize("moment", ["save_file", "_file_row", "manifest_text", "_flush"])
+@pytest.mark.parametrize("moment", ["save_file", "_file_row", "manifest_text", "flush"])
 def test_killed_while_writing_there_is_no_checkpoint(tmp_path: Path, moment: str) -> None:
     script = f"""
 import os, sys
@@ -191,9 +192,14 @@ def test_manifest_that_cannot_be_used_is_named(tmp_path: Path) -> None:
     assert "not a manifest" in message([])
     assert "version '2.0'" in message(good | {"format_version": "2.0"})
     assert "step" in message({key: value for key, value in good.items() if key != "step"})
-    outside = [good["files"][0] | {"path": "../other"}]
-    assert "outside its own folder" in message(good | {"files": outside})
-    path.write_text(json.dumps(good | {"format_version": "1.7", "new_field": 1}))
+    flipped = json.loads(json.dumps(good).replace("pico-train", "pico-trbin"))
+    assert flipped != good
+    assert "not what was written" in message(flipped)
+    assert "not what was written" in message({key: value for key, value in good.items() if key != "sha256"})
+    outside = good | {"files": [good["files"][0] | {"path": "../other"}]}
+    assert "outside its own folder" in message(outside | {"sha256": seal(outside)})
+    newer = good | {"format_version": "1.7", "new_field": 1}
+    path.write_text(json.dumps(newer | {"sha256": seal(newer)}))
     assert read_manifest(folder).step == 3
     os.truncate(folder / "model.safetensors", 10)
     assert "has 10 bytes" in message(good)

@@ -132,8 +132,9 @@ def run(
 @click.option("--format", "formats", default="png,svg,pdf", show_default=True, help="Formats, joined by commas.")
 @click.option("--output", type=click.Path(path_type=Path), help="Folder of the pictures; default RESULTS/plots.")
 @click.option("--metric", "metrics", multiple=True, help="Only this metric; may be given more than once.")
+@click.option("--jobs", type=click.IntRange(1), default=1, show_default=True, help="Processes that share the figures.")
 @reports_errors
-def plot(results: Path, x: Any, formats: str, output: Path | None, metrics: tuple[str, ...]) -> None:
+def plot(results: Path, x: Any, formats: str, output: Path | None, metrics: tuple[str, ...], jobs: int) -> None:
     """Draw the table in the folder RESULTS, which `pico-analyze run` has printed."""
     from tqdm import tqdm
 
@@ -145,9 +146,10 @@ def plot(results: Path, x: Any, formats: str, output: Path | None, metrics: tupl
         x=x,
         formats=tuple(name.strip() for name in formats.split(",")),
         metrics=metrics or None,
-        progress=lambda jobs: tqdm(
-            jobs, unit="figure", dynamic_ncols=True, leave=False, disable=not sys.stderr.isatty()
+        progress=lambda figures: tqdm(
+            figures, unit="figure", dynamic_ncols=True, leave=False, disable=not sys.stderr.isatty()
         ),
+        n_jobs=jobs,
     )
     click.echo(f"{len(written)} files in {written[0].parent}, {written[0].name} first")
 

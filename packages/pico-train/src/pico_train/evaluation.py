@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from pico_train.checkpoint.contents import weights_hash
+from pico_train.checkpoint.durable import replace_file
 from pico_train.config import EvaluationConfig
 from pico_train.data.batches import Batch, probe
 from pico_train.data.cache import TokenCache
@@ -123,6 +124,4 @@ def stored_result(path: Path, made_from: dict[str, Any]) -> dict[str, Any] | Non
 def store_result(path: Path, result: dict[str, Any]) -> None:
     """Write one result, whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    staging = path.with_name(f"{path.name}.tmp")
-    staging.write_text(json.dumps(result, indent=1, allow_nan=False, ensure_ascii=False) + "\n", encoding="utf-8")
-    staging.replace(path)
+    replace_file(path, json.dumps(result, indent=1, allow_nan=False, ensure_ascii=False) + "\n")

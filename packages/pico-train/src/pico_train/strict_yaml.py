@@ -353,16 +353,16 @@ def suggestion(section: type[Section], unknown: str) -> str:
     keys = all_keys(section)
     if unknown in keys:
         return f"in a file, write it as sections: {unknown.replace('.', ': {')}: ...{'}' * unknown.count('.')}"
-    word = last_part(unknown)
+    word, top = last_part(unknown), unknown.partition(".")[0]
     initials = "".join(part[0] for part in word.split("_") if part)
 
     def likeness(key: str) -> float:
         name = last_part(key)
-        if name == word or (name == initials and len(name) > 1):  # learning_rate, lr
+        if name == initials and len(name) > 1:  # learning_rate, lr
             return 1.0
-        if name.endswith(f"_{word}"):  # n_heads, attention_n_heads
-            return 0.9
-        return difflib.SequenceMatcher(None, word, name).ratio()
+        ends = [name.split("_", n)[-1] for n in range(name.count("_") + 1)]  # attention_n_heads, n_heads, heads
+        near = max((0.9 if n else 1.0) * difflib.SequenceMatcher(None, word, end).ratio() for n, end in enumerate(ends))
+        return near + 0.05 * (key.partition(".")[0] == top)
 
     best = max(map(likeness, keys))
     nearest = [key for key in keys if likeness(key) == best]

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 
 import pandas as pd
+from joblib import Parallel, delayed
 from matplotlib.figure import Figure
 
 from pico_analyze import results
@@ -42,6 +43,7 @@ def draw(
     formats: Sequence[str] = style.FORMATS,
     metrics: Sequence[str] | None = None,
     progress: Callable[[list[Job]], Iterable[Job]] = iter,
+    n_jobs: int = 1,
 ) -> list[Path]:
     """Draw every quantity of a results table in every view, and an overview; returns the files written.
 
@@ -57,6 +59,7 @@ def draw(
         formats: any of png, svg, pdf.
         metrics: names of metrics to draw; none given draws all.
         progress: wraps the list of figures while they are drawn, such as ``tqdm``.
+        n_jobs: how many processes draw; the files do not depend on it.
 
     Raises:
         PlotError: there is nothing to draw, or no such metric, format or axis.
@@ -75,12 +78,15 @@ def draw(
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise PlotError(f"{folder}: the folder for the pictures cannot be made ({error.strerror})") from None
-    written: list[Path] = []
+    written = Parallel(n_jobs=n_jobs)(delayed(_save)(make, folder / name, formats) for name, make in progress(jobs))
+    return [path for paths in written for path in paths]
+
+
+def _save(make: Callable[[], Figure], stem: Path, formats: Sequence[str]) -> list[Path]:
+    """Draw one figure and write its files."""
+    stem.parent.mkdir(exist_ok=True)
     with style.paper():
-        for name, make in progress(jobs):
-            (folder / name).parent.mkdir(exist_ok=True)
-            written += style.save(make(), folder / name, formats)
-    return written
+        return style.save(make(), stem, formats)
 
 
 def _read(folder: Path) -> pd.DataFrame:

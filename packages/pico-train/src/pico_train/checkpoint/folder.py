@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pico_train.checkpoint.durable import replace_file
 from pico_train.checkpoint.format import FORMAT_VERSION, step_folders
 from pico_train.config import MAY_CHANGE, RunConfig, config_hash, differences, load_config, to_yaml
 from pico_train.errors import UserError
@@ -17,12 +18,7 @@ log = logging.getLogger(__name__)
 
 RUN_FORMAT = "pico-run"
 IDENTITY = {"run_id", "run", "suite", "config_hash"}
-OURS = {
-    "config.yaml",
-    "config.yaml.tmp",
-    "run.json.tmp",
-    "run.lock",
-}  # what a kill during the very first start leaves behind
+OURS = {"run.json.tmp", "run.lock"}  # what a kill during the very first start leaves behind without a run.json
 
 
 class RunFolderError(UserError):
@@ -81,8 +77,8 @@ def open_run_folder(path: Path, config: RunConfig, *, name: str, suite: str | No
                 f"{path} exists and holds no run: it has no run.json, but {', '.join(sorted(others))}; "
                 "give this run another checkpointing.run_name or runs_dir"
             )
-        _replace(path / "config.yaml", to_yaml(config))
-        _replace(path / "run.json", json.dumps(identity, indent=1) + "\n")
+        replace_file(path / "run.json", json.dumps(identity, indent=1) + "\n")
+        replace_file(path / "config.yaml", to_yaml(config))
     except OSError as error:
         raise RunFolderError(
             f"{path} cannot be written: {error.strerror or error}; choose another checkpointing.runs_dir"
@@ -142,9 +138,3 @@ def read_identity(path: Path) -> dict[str, Any]:
     if not isinstance(identity, dict) or identity.get("format") != RUN_FORMAT or not identity.keys() >= IDENTITY:
         raise RunFolderError(f"{file} does not describe a run of format {RUN_FORMAT}")
     return identity
-
-
-def _replace(file: Path, text: str) -> None:
-    staging = file.with_name(f"{file.name}.tmp")
-    staging.write_text(text, encoding="utf-8")
-    staging.replace(file)

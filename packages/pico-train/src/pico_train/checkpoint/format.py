@@ -7,16 +7,16 @@ copy of these models, and ``tests/contract/`` holds both to the page. No torch h
 import hashlib
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from pico_train.errors import PicoError
 
 FORMAT = "pico-checkpoint"
-FORMAT_VERSION = "1.0"
+FORMAT_VERSION = "1.1"
 MANIFEST = "manifest.json"
 STEP_FOLDER = re.compile(r"step_(0|[1-9][0-9]*)")
 
@@ -146,6 +146,7 @@ class Manifest(_Model):
     parent: Parent | None
     tensors: list[TensorRow]
     files: list[FileRow]
+    sha256: str | None = None
 
 
 def content_hash(dtype: str, shape: Sequence[int], data: bytes | memoryview) -> str:
@@ -153,6 +154,12 @@ def content_hash(dtype: str, shape: Sequence[int], data: bytes | memoryview) -> 
     digest = hashlib.sha256(f"{dtype}:{','.join(map(str, shape))}:".encode("ascii"))
     digest.update(data)
     return digest.hexdigest()
+
+
+def seal(manifest: Mapping[str, Any]) -> str:
+    """The field ``sha256`` of a manifest (section 3): SHA-256 over all its other fields, so that no change goes unnoticed."""
+    rest = {key: value for key, value in manifest.items() if key != "sha256"}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True, separators=(",", ":")).encode("ascii")).hexdigest()
 
 
 def file_hash(path: Path) -> str:
@@ -173,8 +180,8 @@ def read_manifest(folder: Path) -> Manifest:
     """The manifest of the checkpoint at ``folder``, its files present in their stated sizes.
 
     Raises:
-        CheckpointError: there is no manifest, it is not valid, it is of a newer major version, or a file is missing or
-            has another size.
+        CheckpointError: there is no manifest, it is not valid, it was changed, it is of a newer major version, or a file is
+            missing or has another size.
     """
     path = folder / MANIFEST
     try:
@@ -196,6 +203,9 @@ def read_manifest(folder: Path) -> Manifest:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
         raise CheckpointError(f"{path} is not valid: {where}: {first['msg']}") from None
+    sealed = "sha256" in content or manifest.format_version != "1.0"
+    if sealed and content.get("sha256") != seal(content):
+        raise CheckpointError(f"{path} is not what was written: it does not have the SHA-256 that it states of itself")
     for row in manifest.files:
         file = folder / row.path
         if not file.resolve().is_relative_to(folder.resolve()):

@@ -111,34 +111,37 @@ def parent_hash(folder: Path) -> str:
 
 
 def verify_run(run: Path) -> tuple[int, list[str]]:
-    """Check every file hash, and the lineage, of all checkpoints of a run: how many there are, and the faults, oldest first.
+    """Check every file hash, and the lineage, of a run: how many checkpoints there are, and the faults, oldest first.
 
     The lineage holds when each checkpoint is of this run and names as its parent the manifest of one before it: the one before when it
-    was written, for a run that goes on with another schedule may save between the two.
+    was written, for a run that goes on with another schedule may save between the two. Restart points are checked too, not counted.
     """
     run_id = read_identity(run)["run_id"]
-    folders = step_folders(run / "checkpoints")
+    folders, restart_points = step_folders(run / "checkpoints"), step_folders(run / "restart")
     faults: list[str] = []
-    hashes: dict[int, str | None] = {}  # of the manifests so far; None where a fault is told already
-    for step, folder in folders.items():
+    hashes: dict[int, str | None] = {}  # of the milestones' manifests so far; None where a fault is told already
+    for step, folder in [*folders.items(), *restart_points.items()]:
+        milestone = folder.parent.name == "checkpoints"
         try:
             manifest = read_manifest(folder)
             for row in manifest.files:
                 check_file(folder, manifest, row.path)
         except CheckpointError as error:
             faults.append(str(error))
-            hashes[step] = None
+            if milestone:
+                hashes[step] = None
             continue
         if manifest.step != step:
             faults.append(f"{folder} holds step {manifest.step}")
         if manifest.run.id != run_id:
             faults.append(f"{folder} belongs to another run: {manifest.run.name}, id {manifest.run.id}")
         parent = manifest.parent
-        if parent is None and hashes:
+        if parent is None and any(before < step for before in hashes):
             faults.append(f"{folder} names no parent, and is not the first")
         elif parent and hashes.get(parent.step, "missing") not in (None, parent.manifest_sha256):
             faults.append(f"{folder} does not follow step {parent.step} as it is here")
-        hashes[step] = parent_hash(folder)
+        if milestone:
+            hashes[step] = parent_hash(folder)
     steps = [row["step"] for row in read_rows(run / "metrics.jsonl")]
     if steps != list(range(len(steps))) or (folders and len(steps) < max(folders)):
         faults.append(

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import os
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -13,6 +12,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from pico_train.checkpoint.durable import flush
 from pico_train.checkpoint.format import (
     MANIFEST,
     CheckpointError,
@@ -24,6 +24,7 @@ from pico_train.checkpoint.format import (
     content_hash,
     file_hash,
     read_manifest,
+    seal,
 )
 from pico_train.sharding import whole
 
@@ -125,11 +126,11 @@ def write_checkpoint(
             }
         )
         (staging / MANIFEST).write_text(manifest_text(manifest), encoding="utf-8")
-        _flush(staging / MANIFEST)
+        flush(staging / MANIFEST)
         for inner in [*(path for path in staging.rglob("*") if path.is_dir()), staging]:
-            _flush(inner)
+            flush(inner)
         staging.rename(folder)
-        _flush(folder.parent)
+        flush(folder.parent)
     except OSError as error:
         shutil.rmtree(staging, ignore_errors=True)
         raise CheckpointError(
@@ -140,8 +141,9 @@ def write_checkpoint(
 
 
 def manifest_text(manifest: Manifest) -> str:
-    """The manifest as it is stored; its SHA-256 links a checkpoint to the one before."""
-    return json.dumps(manifest.model_dump(), indent=1, allow_nan=False) + "\n"
+    """The manifest as it is stored, sealed by the hash of itself; the SHA-256 of this text links a checkpoint to the one before."""
+    content = manifest.model_dump()
+    return json.dumps(content | {"sha256": seal(content)}, indent=1, allow_nan=False) + "\n"
 
 
 def set_aside(folder: Path) -> Path:
@@ -154,16 +156,5 @@ def set_aside(folder: Path) -> Path:
 
 def _file_row(staging: Path, path: str) -> FileRow:
     file = staging / path
-    _flush(file)
+    flush(file)
     return FileRow(path=path, bytes=file.stat().st_size, sha256=file_hash(file))
-
-
-def _flush(path: Path) -> None:
-    """fsync a file or a folder."""
-    if path.is_dir() and os.name == "nt":
-        return  # Windows opens no folders, and its renames are durable without this
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

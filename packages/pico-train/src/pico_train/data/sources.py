@@ -77,6 +77,8 @@ def open_source(dataset: DatasetConfig) -> Source:
     root = Path(dataset.path).expanduser()
     if not root.exists():
         raise DataError(f"data.dataset.path: {dataset.path} does not exist (it is taken from {Path.cwd()})")
+    if not (root.is_file() or root.is_dir()):
+        raise DataError(f"data.dataset.path: {dataset.path} is neither a file nor a folder")
     return TextFiles(root, dataset.pattern, dataset.text_key, dataset.document_bytes)
 
 
@@ -210,15 +212,21 @@ def _json_lines(path: Path, name: str, text_key: str) -> Iterator[Document]:
             where = f"{path}, line {number}"
             try:
                 row = json.loads(line)
-            except (ValueError, RecursionError) as error:
-                raise DataError(f"{where}: not JSON: {error}") from None
+            except json.JSONDecodeError as error:
+                raise DataError(f"{where}, column {error.colno}: not JSON: {error.msg}") from None
+            except (ValueError, RecursionError) as error:  # a number of too many digits, or nested too deeply
+                raise DataError(f"{where}: not JSON that can be read: {error}") from None
             if not isinstance(row, dict):
                 raise DataError(f'{where}: not a JSON object like {{"{text_key}": "..."}}')
-            text = row.get(text_key)
+            if text_key not in row:
+                raise DataError(
+                    f"{where}: no field {text_key!r}; data.dataset.text_key names the field with the text, "
+                    f"here there are: {', '.join(map(repr, row)) or 'none'}"
+                )
+            text = row[text_key]
             if not isinstance(text, str):
                 raise DataError(
-                    f"{where}: no text under {text_key!r}; data.dataset.text_key names the field, "
-                    f"here there are: {', '.join(map(repr, row)) or 'none'}"
+                    f"{where}: the field {text_key!r} is {json.dumps(text)[:50]}, not text; leave such lines out"
                 )
             try:
                 text.encode()
