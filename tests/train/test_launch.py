@@ -11,11 +11,14 @@ from pathlib import Path
 
 import kills
 import pytest
+import torch
 from kills import History
 
 import pico_train
 from pico_train.checkpoint.format import step_folders
+from pico_train.config import FabricConfig
 from pico_train.errors import UserError
+from pico_train.hardware import choose_hardware
 from pico_train.launch import Place, first_host, processes_to_start
 from pico_train.metrics_log import read_rows
 from pico_train.suite import load
@@ -170,6 +173,24 @@ def test_several_devices_need_several_processes(tmp_path: Path) -> None:
         processes_to_start(nodes.runs, Place())
     with pytest.raises(UserError, match="the runs of a suite are trained by the same processes"):
         processes_to_start((*suite.runs, *nodes.runs), Place())
+
+
+def test_more_processes_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    fabric = FabricConfig(accelerator="cuda", precision="32-true", num_devices=2)
+    with pytest.raises(
+        UserError, match=r"num_devices: 2 processes on this machine, and it has 1 cuda device; use as many"
+    ):
+        choose_hardware(fabric, Place(0, 2, 0, 2))
+
+
+def test_sharding_with_loss_scaling_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    fabric = FabricConfig(accelerator="cuda", precision="16-mixed", strategy="fsdp")
+    with pytest.raises(UserError, match=r"training\.fabric\.strategy: fsdp has no loss scaling for precision 16-mixed"):
+        choose_hardware(fabric, Place(0, 2, 0, 2))
 
 
 @pytest.mark.parametrize(
