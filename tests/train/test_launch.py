@@ -11,12 +11,14 @@ from pathlib import Path
 
 import kills
 import pytest
+import torch
 from kills import History
 
 import pico_train
 from pico_train.checkpoint.format import step_folders
-from pico_train.checkpoint.resume import verify_run
+from pico_train.config import FabricConfig
 from pico_train.errors import UserError
+from pico_train.hardware import choose_hardware
 from pico_train.launch import Place, first_host, processes_to_start
 from pico_train.metrics_log import read_rows
 from pico_train.suite import load
@@ -46,19 +48,6 @@ def wait_for_row(run: Path, step: int) -> None:
         time.sleep(0.01)
 
 
-def children(pid: int) -> list[int]:
-    """The processes that ``pid`` has started."""
-    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
-def at_work(pid: int) -> bool:
-    """Whether a process is there and has not ended; an orphan that has waits for the first process of the system to take note."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except FileNotFoundError:
-        return False
-
-
 TWO = ("training.fabric.num_devices=2", "monitoring.logging.log_every_n_steps=1")
 LONG = (
     "training.max_steps=100000",
@@ -68,40 +57,90 @@ LONG = (
 
 
 @posix
-@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="looks for child processes as Linux shows them")
-def test_the_command_starts_its_ranks_stops_them_and_ends_them(tmp_path: Path) -> None:
-    """One start, stopped by SIGUSR1 with exit code 75; one that loses a rank; one whose starter is killed; one to the end."""
-    history = History(tmp_path / "one")
+def test_the_command_starts_its_ranks_and_a_signal_stops_them(tmp_path: Path) -> None:
+    history = History(tmp_path / "run")
     with started(history, after=(*TWO, *LONG)) as process:
         wait_for_row(history.run, 3)
         process.send_signal(signal.SIGUSR1)
         assert process.wait(kills.TIMEOUT_S) == 75, history.output.read_text()
-    assert "the same command goes on there" in history.output.read_text()
-    reached = kills.stands_at(history.run)
+    assert "2 ranks by ddp" in history.output.read_text()
+    assert "run stopped by SIGUSR1 at step " in history.output.read_text()
+    assert kills.stands_at(history.run) == len(read_rows(history.run / "metrics.jsonl")) >= 4
 
-    with started(history, after=(*TWO, *LONG)) as process:
-        wait_for_row(history.run, reached + 2)
-        ranks = children(process.pid)
-        os.kill(ranks[1], signal.SIGKILL)
-        assert process.wait(20) == 1
-    assert "rank 1 was ended by SIGKILL" in history.output.read_text()
-    assert not any(map(at_work, ranks))
 
-    begin = len(read_rows(history.run / "metrics.jsonl"))
-    with started(history, after=(*TWO, *LONG)) as process:
-        wait_for_row(history.run, begin + 2)
-        ranks = children(process.pid)
-        process.kill()
+RANK = """
+import os, pathlib, signal, sys, time
+from pico_train.launch import place, stop_with_the_starter
+
+rank = place().rank
+def stop(number, frame):
+    print(rank, signal.Signals(number).name, flush=True)
+    sys.exit(75)
+
+signal.signal(signal.SIGTERM, stop)
+signal.signal(signal.SIGUSR1, stop)
+stop_with_the_starter()
+pathlib.Path(sys.argv[1], str(rank)).write_text(str(os.getpid()))
+if sys.argv[2] == "fail" and rank == 1:
+    sys.exit(3)
+if sys.argv[2] == "end":
+    sys.exit(0)
+time.sleep(60)
+"""
+START = """
+import sys
+from pico_train import launch
+launch.COMMAND, launch.GRACE_S = (sys.executable, "-c", sys.argv[1]), 0.3
+sys.exit(launch.start(2, sys.argv[2:]))
+"""
+
+
+@contextmanager
+def stand_ins(folder: Path, what: str) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
+    """``launch.start`` with two processes that stand in for ranks and do ``what``; and their ids, once both are ready."""
+    command = [sys.executable, "-c", START, RANK, str(folder), what]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         deadline = time.monotonic() + kills.TIMEOUT_S
-        while any(map(at_work, ranks)):
-            assert time.monotonic() < deadline, "ranks go on without the process that started them"
-            time.sleep(0.05)
-    rows = read_rows(history.run / "metrics.jsonl")
-    assert kills.stands_at(history.run) == len(rows), "a restart point of the step that was reached"
+        while not all((folder / str(rank)).exists() and (folder / str(rank)).read_text() for rank in (0, 1)):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        yield process, [int((folder / str(rank)).read_text()) for rank in (0, 1)]
+        process.kill()
 
-    with started(history, after=(*TWO, *LONG, f"training.max_steps={len(rows) + 1}")) as process:
-        assert process.wait(kills.TIMEOUT_S) == 0, history.output.read_text()
-    assert verify_run(history.run)[1] == []
+
+@posix
+@pytest.mark.parametrize(("what", "code", "said"), [("end", 0, ""), ("fail", 3, "rank 0 does not end")])
+def test_the_exit_code_is_that_of_the_first_rank_that_fails(tmp_path: Path, what: str, code: int, said: str) -> None:
+    with stand_ins(tmp_path, what) as (process, _):
+        output, _ = process.communicate(timeout=20)
+    assert process.returncode == code
+    assert said in output
+
+
+@posix
+def test_a_rank_that_is_killed_ends_the_others(tmp_path: Path) -> None:
+    with stand_ins(tmp_path, "stay") as (process, ranks):
+        os.kill(ranks[1], signal.SIGKILL)
+        output, _ = process.communicate(timeout=20)
+    assert process.returncode == 1
+    assert "rank 1 was ended by SIGKILL" in output
+
+
+@posix
+def test_signals_are_passed_on(tmp_path: Path) -> None:
+    with stand_ins(tmp_path, "stay") as (process, _):
+        process.send_signal(signal.SIGUSR1)
+        output, _ = process.communicate(timeout=20)
+    assert process.returncode == 75
+    assert sorted(output.splitlines()) == ["0 SIGUSR1", "1 SIGUSR1"]
+
+
+@posix
+def test_ranks_stop_when_the_process_that_started_them_is_killed(tmp_path: Path) -> None:
+    with stand_ins(tmp_path, "stay") as (process, _):
+        process.kill()
+        output, _ = process.communicate(timeout=20)  # ends when the last of them has
+    assert sorted(output.splitlines()) == ["0 SIGTERM", "1 SIGTERM"]
 
 
 @posix
@@ -134,6 +173,24 @@ def test_several_devices_need_several_processes(tmp_path: Path) -> None:
         processes_to_start(nodes.runs, Place())
     with pytest.raises(UserError, match="the runs of a suite are trained by the same processes"):
         processes_to_start((*suite.runs, *nodes.runs), Place())
+
+
+def test_more_processes_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    fabric = FabricConfig(accelerator="cuda", precision="32-true", num_devices=2)
+    with pytest.raises(
+        UserError, match=r"num_devices: 2 processes on this machine, and it has 1 cuda device; use as many"
+    ):
+        choose_hardware(fabric, Place(0, 2, 0, 2))
+
+
+def test_sharding_with_loss_scaling_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    fabric = FabricConfig(accelerator="cuda", precision="16-mixed", strategy="fsdp")
+    with pytest.raises(UserError, match=r"training\.fabric\.strategy: fsdp has no loss scaling for precision 16-mixed"):
+        choose_hardware(fabric, Place(0, 2, 0, 2))
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from pico_train.data.tokenizer import Tokenizer
 from pico_train.model.decoder import PicoDecoder
 from pico_train.model.generation import generate
 from pico_train.ranks import Ranks
-from pico_train.sharding import let_go
+from pico_train.sharding import together
 from pico_train.state import TrainState
 
 
@@ -52,9 +52,8 @@ class Evaluator:
             path = self.run / "evaluations" / f"step_{state.step}" / f"{name}.json"
             result = self.ranks.decided(partial(stored_result, path, made_from))
             if result is None:
-                with self.autocast():
+                with self.autocast(), together(state.model):
                     computed = self._held_out(state.model) if name == "held_out" else self._sample(state.model)
-                let_go(state.model)
                 result = made_from | computed
                 self.ranks.lead(partial(store_result, path, result))
             if name == "held_out":

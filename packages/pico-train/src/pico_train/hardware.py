@@ -119,26 +119,26 @@ def _device_name(accelerator: str) -> str:
 def start_fabric(hardware: Hardware) -> "Fabric":
     """Lightning Fabric on ``hardware``; several processes have found each other before."""
     from lightning.fabric import Fabric  # takes seconds to import, and most commands do not train
+    from lightning.fabric.plugins.environments.lightning import LightningEnvironment
+    from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
+    from lightning.fabric.strategies.ddp import DDPStrategy
+    from lightning.fabric.strategies.model_parallel import ModelParallelStrategy
 
-    options: dict[str, Any] = {}
-    if hardware.world_size > 1:
-        from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
-        from lightning.fabric.strategies.ddp import DDPStrategy
-        from lightning.fabric.strategies.model_parallel import ModelParallelStrategy
-
-        options["plugins"] = [TorchElasticEnvironment()]  # its variables are there, whoever started the processes
-        if hardware.strategy == "ddp":
-            options["strategy"] = DDPStrategy()
-        else:
-            options["strategy"] = ModelParallelStrategy(
-                shard, data_parallel_size=hardware.world_size, tensor_parallel_size=1
-            )
+    several = hardware.world_size > 1
+    strategies: dict[Strategy, Callable[[], Any]] = {
+        "single_device": lambda: "auto",
+        "ddp": DDPStrategy,
+        "fsdp": lambda: ModelParallelStrategy(shard, data_parallel_size=hardware.world_size, tensor_parallel_size=1),
+    }
     fabric = Fabric(
         accelerator=hardware.accelerator,
         devices=hardware.n_devices,
         num_nodes=hardware.world_size // hardware.n_devices,
+        strategy=strategies[hardware.strategy](),
         precision=hardware.precision,  # type: ignore[arg-type]
-        **options,
+        # Not what Fabric would find by itself: the variables of torchrun are there whoever started several processes, and a single one
+        # is a single one also in a job of Slurm with several tasks.
+        plugins=[TorchElasticEnvironment() if several else LightningEnvironment()],
     )
     fabric.launch()
     return fabric

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from pico_train.config import RunConfig
 
 OURS = "PICO_TRAIN_STARTED_BY"  # set for the processes that start() has started: the id of the process that did
+COMMAND = (sys.executable, "-P", "-m", "pico_train.cli")
 GRACE_S = 30.0  # after one process has ended with an error, the others have this long to end as well
 LOOK_EVERY_S = 0.05
 
@@ -118,7 +119,6 @@ def start(n: int, words: Sequence[str]) -> int:
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // n))),
         OURS: str(os.getpid()),
     }
-    command = [sys.executable, "-P", "-m", "pico_train.cli", *words]
     processes: list[subprocess.Popen[bytes]] = []
 
     def pass_on(number: int, frame: FrameType | None) -> None:
@@ -132,7 +132,7 @@ def start(n: int, words: Sequence[str]) -> int:
             env = os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
             # in a group of its own, so that Ctrl-C comes once, from here
             group: dict[str, Any] = {"process_group": 0} if os.name == "posix" else {}
-            processes.append(subprocess.Popen(command, env=env, stdin=subprocess.PIPE, **group))
+            processes.append(subprocess.Popen([*COMMAND, *words], env=env, stdin=subprocess.PIPE, **group))
         return _wait(processes)
     finally:
         for process in processes:

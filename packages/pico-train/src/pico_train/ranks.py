@@ -6,6 +6,7 @@ them, in the same order. Alone (``size`` 1) each does nothing but what the calle
 
 import datetime
 import pickle
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from pico_train.errors import PicoError, UserError
 from pico_train.launch import Place
 
 T = TypeVar("T")
+GLOO_SOURCE = re.compile(r"^\[/[^]]*\] *")  # the line of code that a message begins with
 DAYS = datetime.timedelta(days=30)
 
 
@@ -55,6 +57,7 @@ class Ranks:
                 result = act()
             except PicoError as raised:
                 error = raised
+                error.alike_on_all_ranks = True
         told = self._told((str(error), error.exit_code) if error else None, self.patient if patiently else None)
         if error:
             raise error
@@ -121,8 +124,9 @@ class Ranks:
                 if zero.get(key) != other.get(key)
             ]
             if lines:
-                message = f"rank {rank} {what}:\n  " + "\n  ".join(lines)
-                raise UserError(message) if self.first else AsRankZero(message, UserError.exit_code)
+                error = UserError(f"rank {rank} {what}:\n  " + "\n  ".join(lines))
+                error.alike_on_all_ranks = True
+                raise error
 
     def _told(self, value: Any, group: "dist.ProcessGroup | None" = None) -> Any:
         """What ``value`` is on rank 0."""
@@ -167,6 +171,6 @@ def gathered(place: Place, *, on_cuda: bool, timeout_minutes: float) -> Iterator
             raise
         raise LostContact(
             f"rank {place.rank} has lost the other ranks, which have ended or did not answer within training.fabric.timeout_minutes "
-            f"({timeout_minutes:g}); what they said comes first. The same command goes on from the last checkpoint "
-            f"({str(error).splitlines()[0]})"
+            f"({timeout_minutes:g}: {GLOO_SOURCE.sub('', str(error)).split('. ')[0]}); what they said comes first. "
+            "The same command goes on from the last checkpoint"
         ) from error

@@ -98,12 +98,16 @@ def train_suite(suite: Suite, command: Sequence[str]) -> list[RunResult]:
             for k, v in flattened(c.model_dump()).items()
         }
         ranks.check_same(settings | versions(), "has another configuration than rank 0")
-        for config in suite.runs:
-            if message := config.batch_problem(here.size):
-                raise ConfigError(
-                    str(suite.path), [f"data.dataloader.batch_size: {config.data.dataloader.batch_size} {message}"]
-                )
+        ranks.lead(partial(_check_batches, suite, ranks.size))
         return [train_run(config, suite=suite.name, command=command, stop=stop, ranks=ranks) for config in suite.runs]
+
+
+def _check_batches(suite: Suite, n_devices: int) -> None:
+    """Refuse a batch that does not divide over the devices that there are, which the configuration may leave open."""
+    for config in suite.runs:
+        if message := config.batch_problem(n_devices):
+            line = f"data.dataloader.batch_size: {config.data.dataloader.batch_size} {message}"
+            raise ConfigError(str(suite.path), [line])
 
 
 def train_run(

@@ -3,6 +3,8 @@
 A sharded parameter is a ``DTensor``, of which each rank holds some rows. What is not sharded passes through all of this unchanged.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -53,8 +55,12 @@ def part_like(full: Tensor, like: Tensor) -> Tensor:
     return distribute_tensor(full.to(like.device), sharded.device_mesh, sharded.placements, src_data_rank=None)
 
 
-def let_go(model: nn.Module) -> None:
-    """Give back what a forward without a backward has put together."""
+@contextmanager
+def together(model: nn.Module) -> Iterator[None]:
+    """For forwards without a backward, also of parts of ``model``: what is not in a block is put together, and given back at the end."""
     sharded: Any = model
+    if hasattr(model, "unshard"):
+        sharded.unshard()
+    yield
     if hasattr(model, "reshard"):
         sharded.reshard()

@@ -36,6 +36,12 @@ from pico_train.sharding import is_finite
 from pico_train.state import TrainState
 
 
+class NonFiniteWeights(CheckpointError):
+    """The weights are NaN or infinite: nothing was saved."""
+
+    alike_on_all_ranks = True
+
+
 @dataclass(frozen=True)
 class Saver:
     """Saves milestones and restart points of one run; everything that is the same for all of them is a field.
@@ -86,7 +92,7 @@ class Saver:
             tensors += contents.optimizer_tensors(state.model, state.optimizer)
         for stored in tensors:
             if stored.kind == "weights" and not is_finite(stored.tensor):
-                raise CheckpointError(
+                raise NonFiniteWeights(
                     f"step {state.step}: the weights of {stored.module} are not finite; nothing was saved, and the "
                     "checkpoints before it are whole. A lower training.optimization.lr or a longer warm-up usually helps"
                 )
