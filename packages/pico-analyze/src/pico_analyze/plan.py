@@ -284,13 +284,13 @@ def _selections(source: Source, manifest: Manifest) -> list[Selection]:
 
 
 def _expected(run: Run, source: Source) -> list[Selection]:
-    """What the source finds at the first step that has all of it; ComponentError where no step has."""
+    """What the source finds at the first step that has all of it; where no step has, ComponentError with what the last one lacks."""
     problem = None
     for manifest in run.manifests.values():
         try:
             return _selections(source, manifest)
         except ComponentError as error:
-            problem = problem or error
+            problem = error  # the first steps may lack more: there is no optimizer's state before an update
     if problem is not None:
         raise problem
     return []  # no step at all is a problem of its own

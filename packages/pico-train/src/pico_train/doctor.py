@@ -114,8 +114,12 @@ def probes(*, slow: bool) -> Iterator[Probe]:
                 error = largest_error(run(), expected)
                 yield Probe(path, error, time.perf_counter() - began, "")
             except Exception as failure:  # as above
-                why = [str(warning.message).split("(Triggered")[0].strip() for warning in said]
-                yield Probe(path, None, time.perf_counter() - began, "; ".join(dict.fromkeys([reason(failure), *why])))
+                told = [
+                    str(warning.message).split(" (Triggered")[0] for warning in said if warning.category is UserWarning
+                ]
+                why = [line for line in told if "runtime disabled" not in line]  # the other kernels, switched off by us
+                lines = dict.fromkeys([reason(failure).split(". ")[0], *why])
+                yield Probe(path, None, time.perf_counter() - began, "; ".join(lines))
 
 
 def decoder_gradients(device: torch.device, wrap: Callable[[PicoDecoder], nn.Module]) -> list[Tensor]:

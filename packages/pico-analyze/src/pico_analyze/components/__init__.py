@@ -127,7 +127,7 @@ COMPONENTS: dict[str, ComponentInfo] = {
         kinds=("weights", "activations", "gradients", "optimizer"),
         suffixes=(),
         summary="one stored tensor: a module's weight, its output, the gradient of its weight, or a moment of that, "
-        "named <module>.exp_avg or <module>.exp_avg_sq",
+        "named <module>.exp_avg or <module>.exp_avg_sq, under Muon <module>.momentum_buffer",
     ),
     "delta": ComponentInfo(
         path="pico_analyze.components.single:Delta",
