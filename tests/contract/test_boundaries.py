@@ -45,6 +45,7 @@ ORDER = {
         "components",
         "metrics",
         "results",
+        "targets",
         "plan",
         "measure",
         "spread",
