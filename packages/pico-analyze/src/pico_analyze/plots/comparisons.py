@@ -29,7 +29,10 @@ def compared(rows: pd.DataFrame) -> pd.DataFrame:
     found, fixed = [plain], []
     if crossed.any():
         found += _each_layer(pairs[crossed])
-    within = pairs[~crossed]
+    own_run = pairs["reference_run"].eq(pairs["run"]).fillna(False).astype(bool)
+    within = pairs[
+        ~across & (own_run | ~crossed)
+    ]  # of its own run each layer with each holds each layer with itself too
     for _, group in within.groupby(_keys(within, "member", "reference_run"), dropna=False, sort=False):
         own = bool(group["reference_run"].eq(group["run"]).all())
         steps = list(zip(group["step"].astype(int), group["reference_step"].astype(int), strict=True))
@@ -87,6 +90,7 @@ def _pictures(pairs: set[Pair], *, own: bool) -> Iterator[tuple[View, str | None
         if len(steps) > 1 and neighbours <= pairs:
             yield "", "the previous step", neighbours
             left -= neighbours
+        left -= {(step, step) for step in steps}  # of each layer with each
     elif len(steps) > 2 and len(references) > 2 and len(constant) == len(references):
         yield "steps", "each step of ", pairs
         return

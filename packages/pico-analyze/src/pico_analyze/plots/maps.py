@@ -65,7 +65,7 @@ def layers(quantity: Quantity, series: Sequence[Series], x: Horizontal) -> Figur
             table = _table(
                 rows[rows["x"] == time], "layer", "reference_layer", mirrored=own and beside and _symmetric(quantity)
             )
-            title = f"{name}{short(time)} {'steps' if x == 'step' else 'tokens'}"
+            title = name + (f"step {short(time)}" if x == "step" else f"{short(time)} tokens")
             names = [[str(int(number)) for number in side] for side in (table.index, table.columns)]
             panels.append(Panel(title, table.to_numpy(), *names))
     other = "" if own else f" of {_run_of(quantity)}"
@@ -95,9 +95,8 @@ def _symmetric(quantity: Quantity) -> bool:
 
 
 def _step_words(quantity: Quantity, x: Horizontal) -> tuple[str, str]:
-    words = f"{X_LABELS[x]} (by checkpoint)"
     own = quantity.rows["reference_run"].eq(quantity.rows["run"]).all()
-    return words, words if own else f"{X_LABELS[x]} of {_run_of(quantity)}"
+    return X_LABELS[x], X_LABELS[x] if own else f"{X_LABELS[x]} of {_run_of(quantity)}"
 
 
 def _run_of(quantity: Quantity) -> str:
@@ -109,8 +108,8 @@ def _draw(quantity: Quantity, panels: Sequence[Panel], words: tuple[str, str], o
     n_columns = min(len(panels), per_row if per_row <= 6 else 4)
     n_rows = math.ceil(len(panels) / n_columns)
     width = DOUBLE if n_columns > 1 else SINGLE
-    side = min((width - 0.8) / n_columns, 2.6)
-    figure = style.figure(width, 0.75 + n_rows * (side + 0.3))
+    side = min((width - 0.9) / n_columns - 0.35, 2.4)  # of a square, in inches
+    figure = style.figure(width, 0.55 + n_rows * (side + 0.32))
     grid = figure.subplots(n_rows, n_columns, squeeze=False)
     tables = [pd.DataFrame(panel.values) for panel in panels]
     norm = colour_scale(tables, quantity)
@@ -131,18 +130,19 @@ def _draw(quantity: Quantity, panels: Sequence[Panel], words: tuple[str, str], o
             axes.set_ylabel(style.wrap(words[0], side))
         if place + n_columns >= len(panels):
             axes.set_xlabel(style.wrap(words[1], side))
-    bar = figure.colorbar(image, ax=figure.axes, pad=0.02, aspect=18 * n_rows, shrink=min(1.0, 0.9))
-    bar.set_label(style.wrap(over_heads(quantity), figure.get_figheight() - 0.6))
+    bar = figure.colorbar(image, ax=figure.axes, pad=0.02, aspect=18 * n_rows)
+    bar.set_label(style.wrap(over_heads(quantity), n_rows * side))
     bar.outline.set_visible(False)
     if quantity.log:
         log_bar(bar, norm)
     blank = "Grey: no value." if any(np.isnan(panel.values).any() for panel in panels) else ""
-    style.footnote(figure, over, blank, remarks(quantity.rows))
+    by_checkpoint = "A row and a column for each checkpoint." if quantity.view == "steps" else ""
+    style.footnote(figure, by_checkpoint, over, blank, remarks(quantity.rows))
     return figure
 
 
 def _ticks(axes: Axes, panel: Panel, side: float) -> None:
-    most = max(2, int(side / 0.3))
+    most = max(2, int(side / 0.28))
     for axis, names in ((axes.yaxis, panel.down), (axes.xaxis, panel.along)):
-        shown = np.unique(np.linspace(0, len(names) - 1, min(len(names), most)).round().astype(int))
+        shown = range(0, len(names), math.ceil(len(names) / most))
         axis.set_ticks(list(shown), [names[place] for place in shown])

@@ -19,6 +19,7 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from pico_analyze.plots.comparisons import compared
+from pico_analyze.results import ADDED
 
 Horizontal = Literal["step", "tokens"]
 
@@ -83,8 +84,7 @@ LOSSES = ("val_loss", "train_loss")  # the loss that stands for both comes first
 
 SEEDS = ["weights_seed", "data_seed", "dropout_seed"]
 KEYS = ["metric", "parameters", "kind", "component", "module", "split", "reference", "view", "per_head"]
-UNCERTAINTY = ("low", "high", "null_mean", "null_quantile", "calibrated", "p_value")
-SETTINGS = ("permutation_null", "bootstrap")  # parameters that change no value
+SETTINGS = {"permutation_null": "null", "bootstrap": "interval"}  # parameters that change no value, in file names
 
 
 @dataclass(frozen=True)
@@ -131,10 +131,13 @@ class Quantity:
 
     def calibrated(self) -> "Quantity":
         """The values against their null, in the place of the values."""
-        rows = self.rows.assign(
-            y=self.rows["calibrated"], low=np.nan, high=np.nan, null_mean=np.nan, null_quantile=np.nan
-        )
-        return replace(self, title=f"calibrated {self.title}", limits=(0.0, 1.0), log=False, rows=rows)
+        bare = self.bare()
+        rows = bare.rows.assign(y=self.rows["calibrated"])
+        return replace(bare, title=f"calibrated {self.title}", limits=(0.0, 1.0), log=False, rows=rows)
+
+    def bare(self) -> "Quantity":
+        """The values alone, without null and interval."""
+        return replace(self, rows=self.rows.assign(**dict.fromkeys(ADDED, np.nan)))
 
     @property
     def per_head(self) -> bool:
@@ -191,11 +194,11 @@ def prepare(table: pd.DataFrame, x: Horizontal) -> tuple[pd.DataFrame, list[Seri
     rows["x"] = _tokens(rows) if x == "tokens" else rows["step"].to_numpy(dtype=float)
     rows["y"] = rows["value"].to_numpy(dtype=float, na_value=np.nan)
     rows["per_head"] = rows["head"].notna()
-    for name in UNCERTAINTY:
+    for name in ADDED:
         rows[name] = rows[name].to_numpy(dtype=float, na_value=np.nan)
-    places = rows.drop_duplicates(["run", "step"]).set_index(["run", "step"])["x"]
-    sides = pd.MultiIndex.from_frame(rows[["reference_run", "reference_step"]])
-    rows["reference_x"] = places.reindex(sides).to_numpy(dtype=float)
+    rows["reference_x"] = (
+        _tokens_of_reference(rows) if x == "tokens" else rows["reference_step"].to_numpy(float, na_value=np.nan)
+    )
     rows = compared(rows)
     for key in ("parameters", "module", "split"):
         rows[key] = rows[key].fillna("")
@@ -213,6 +216,16 @@ def _tokens(rows: pd.DataFrame) -> NDArray[np.float64]:
     per_step = rows["member"].map(last["tokens"] / last["step"].replace(0, np.nan)).to_numpy(dtype=float)
     filled: NDArray[np.float64] = np.where(np.isnan(tokens), steps * per_step, tokens)
     return filled
+
+
+def _tokens_of_reference(rows: pd.DataFrame) -> NDArray[np.float64]:
+    """Those of the same step of the reference's run; where the table has no row of that run, of any run."""
+    by_run = rows.drop_duplicates(["run", "step"]).set_index(["run", "step"])["x"]
+    by_step = rows.drop_duplicates("step").set_index("step")["x"]
+    exact = by_run.reindex(pd.MultiIndex.from_frame(rows[["reference_run", "reference_step"]])).to_numpy(dtype=float)
+    near = by_step.reindex(rows["reference_step"]).to_numpy(dtype=float)
+    tokens: NDArray[np.float64] = np.where(np.isnan(exact), near, exact)
+    return tokens
 
 
 def _series(rows: pd.DataFrame) -> tuple[list[Series], dict[int, int]]:
@@ -316,6 +329,7 @@ def _file_name(of: dict[str, Any], taken: set[str]) -> str:
     first: list[str] = [of["metric"]]
     for name, value in _parameters(of).items():
         first.append(str(value) if isinstance(value, str) else f"{name}-{json.dumps(value)}")
+    first += [word for name, word in SETTINGS.items() if name in json.loads(of["parameters"] or "{}")]
     if of["reference"]:
         first.append(f"vs-{of['reference']}")
     second = [of["component"], of["module"], "heads" if of["per_head"] else ""]

@@ -132,7 +132,7 @@ def overview(chosen: Sequence[Quantity], series: Sequence[Series], x: Horizontal
             continue
         quantity = chosen[place]
         lowest = place + n_columns >= len(chosen)
-        _lines(axes, quantity, series, x, symlog=True, banded=quantity.in_layers, label=lowest)
+        _lines(axes, quantity.bare(), series, x, symlog=True, banded=quantity.in_layers, label=lowest)
         width = figure.get_figwidth() / n_columns - 0.2
         words = (quantity.title, quantity.subject or quantity.unit)
         axes.set_title("\n".join(style.wrap(part, width) for part in words if part))
@@ -148,7 +148,8 @@ def main_quantities(found: Sequence[Quantity], n: int = 12) -> list[Quantity]:
     losses = [quantity for quantity in found if quantity.metric in LOSSES]
     titles: dict[str, list[Quantity]] = {}
     for quantity in sorted(found, key=lambda quantity: quantity.per_head):
-        if quantity.metric not in LOSSES and not quantity.view:
+        shown = {other.label for group in titles.values() for other in group}
+        if quantity.metric not in LOSSES and not quantity.view and quantity.label not in shown:
             titles.setdefault(quantity.title, []).append(quantity)
     turns = [group[turn] for turn in range(len(found)) for group in titles.values() if turn < len(group)]
     chosen = losses[:1] + turns[: n - len(losses[:1])]
