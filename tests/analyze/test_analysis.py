@@ -11,7 +11,7 @@ from pico_analyze.analysis import AnalysisError, analyze, describe, plan
 from pico_analyze.checkpoint.format import CheckpointError, seal
 from pico_analyze.checkpoint.reader import open_run
 from pico_analyze.config import AnalysisConfig
-from pico_analyze.results import COLUMNS
+from pico_analyze.results import ADDED, COLUMNS
 from pico_analyze.strict_yaml import ConfigError, validated
 
 OV = {"value_layer": "attention.v_proj", "output_layer": "attention.o_proj"}
@@ -111,11 +111,17 @@ def test_a_row_says_everything(run_folder):
     assert list(frame.columns) == list(COLUMNS)
     run = open_run(run_folder)
     row = measured(frame).iloc[0].to_dict()
-    assert row | {"value": 0, "content_hash": "", "reference_hash": ""} == {
+    assert {name for name, value in row.items() if pd.isna(value)} == {
+        "suite",
+        "reason",
+        *ADDED,
+    }  # no null, no interval
+    assert row | dict.fromkeys(ADDED) | {"value": 0, "content_hash": "", "reference_hash": ""} == {
         "run": "demo", "run_id": "id-demo", "suite": None, "scale": 16_000,
         "weights_seed": 0, "data_seed": 1, "dropout_seed": 2, "step": 10, "tokens": 320,
         "split": "val", "kind": "activations", "component": "ov_circuit", "module": "attention", "layer": 1, "head": 0,
         "metric": "cka", "parameters": '{"estimator": "debiased", "kernel": "linear"}', "reference_run": "demo", "reference_step": 0,
+        "reference_layer": 1, **dict.fromkeys(ADDED),
         "value": 0, "n": 24, "d": 16, "dtype": "BF16+F32", "status": "ok", "reason": None,
         "content_hash": "", "reference_hash": "",
     }  # fmt: skip

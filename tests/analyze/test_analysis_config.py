@@ -243,7 +243,7 @@ def test_one_thing_wrong(problems, text, problem):
         (("norm_type: nuclear", ""), "metrics.0.norm_type: null is not enough for norm; give one of frobenius, "),
         (
             ("target_checkpoint: 100", ""),
-            "metrics.1.target_checkpoint: null is not enough for cka; give a step, or last",
+            "metrics.1.target_checkpoint: null is not enough for cka; give a step, last, previous, all, same or nearest_tokens",
         ),
         (("metric_name: norm", "metric_name: gini"), 'metrics.0.norm_type: "nuclear" is only for norm, not for gini'),
         (

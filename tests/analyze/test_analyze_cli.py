@@ -107,7 +107,8 @@ def test_ls_metrics_has_range_and_meaning():
         assert f"{name}: {metric.summary} range {metric.range}" in output
         assert " ".join(metric.meaning.split()) in output
     assert "norm_type: frobenius, nuclear, spectral, inf, inf_operator (required)" in output
-    assert "estimator: debiased, plug_in (default debiased)" in output
+    assert "estimator: debiased, plug_in, minibatch (default debiased)" in output
+    assert "batch: a whole number from 4 (default 256, with estimator minibatch)" in output
 
 
 def test_ls_components():
@@ -282,8 +283,8 @@ def test_dry_run_writes_nothing(run_folder, analysis):
     assert output == [
         "run demo: 4 checkpoints in runs/demo",
         "gini of simple weights swiglu.w_2, layers 0, 1: 2 checkpoints, 4 values, 2 of them missing",
-        'cka {"estimator": "debiased", "kernel": "linear"} of simple activations swiglu.w_2 (val), layers 0, 1: '
-        "2 checkpoints, 4 values, 2 of them missing",
+        'cka {"estimator": "debiased", "kernel": "linear"} of simple activations swiglu.w_2 (val) against the last '
+        "step, layers 0, 1: 2 checkpoints, 4 pairs, 4 values, 2 of them missing",
         "8 values, into analysis_results/mine",
     ]
     assert not Path("analysis_results").exists()

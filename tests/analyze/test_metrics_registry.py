@@ -26,7 +26,11 @@ def settings_of_each():
         ]
         for values in itertools.product(*offered):
             chosen = dict(zip(metric.parameters, values, strict=True))
-            yield pytest.param(name, chosen, id="-".join([name, *map(str, values)]))
+            for key, parameter in metric.parameters.items():
+                only = parameter.only if isinstance(parameter, Number) else None
+                if only is not None and chosen[only[0]] != only[1]:
+                    del chosen[key]
+            yield pytest.param(name, chosen, id="-".join([name, *map(str, chosen.values())]))
 
 
 every_metric = pytest.mark.parametrize(("name", "chosen"), list(settings_of_each()))
@@ -107,6 +111,14 @@ class TestParameters:
         assert METRICS["cka"].resolve({}) == {"estimator": "debiased", "kernel": "linear"}
         assert METRICS["pwcca"].resolve({"weights_from": "y"}) == {"weights_from": "y"}
         assert METRICS["gini"].resolve({}) == {}
+        minibatch = METRICS["cka"].resolve({"estimator": "minibatch"})
+        assert minibatch == {"estimator": "minibatch", "kernel": "linear", "batch": 256}
+
+    def test_a_parameter_of_one_choice_alone(self):
+        with pytest.raises(ValueError, match="batch: is only for estimator minibatch"):
+            METRICS["cka"].resolve({"batch": 8})
+        with pytest.raises(ValueError, match="batch: 3 is not allowed; needed: a whole number from 4"):
+            METRICS["cka"].resolve({"estimator": "minibatch", "batch": 3})
 
     def test_numbers_have_one_text(self):
         """A row's parameters are its identity: 1 and 1.0 must not be two."""

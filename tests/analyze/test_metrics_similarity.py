@@ -173,6 +173,38 @@ class TestCKA:
             cka(normal(5, 2), normal(5, 2), kernel="cosine")
 
 
+class TestMinibatch:
+    @pytest.mark.parametrize("kernel", ["linear", "rbf"])
+    @pytest.mark.parametrize("n", [8, 64, 67])
+    def test_identical_features_give_1(self, n, kernel):
+        x = normal(n, 30)
+        assert cka(x, 3 * x @ orthogonal(30, 1) + 2, "minibatch", kernel, batch=8) == pytest.approx(1, abs=1e-6)
+
+    @pytest.mark.parametrize("kernel", ["linear", "rbf"])
+    def test_one_batch_is_the_debiased_estimate(self, kernel):
+        x, y = related(15, 4, 6)
+        assert cka(x, y, "minibatch", kernel, batch=8) == cka(x, y, "debiased", kernel)
+
+    def test_by_hand(self):
+        """17 samples in batches of at least 8: one of 9 and one of 8; HSIC of each by the definition, then the mean."""
+        x, y = related(17, 3, 2)
+
+        def hsic(a, b):
+            parts = (slice(0, 9), slice(9, 17))
+            return np.mean([unbiased_hsic_by_loops(*((z[part] @ z[part].T).numpy() for z in (a, b))) for part in parts])
+
+        expected = hsic(x, y) / math.sqrt(hsic(x, x) * hsic(y, y))
+        assert cka(x, y, "minibatch", batch=8) == pytest.approx(expected, rel=1e-9)
+
+    def test_many_batches_come_to_the_whole(self):
+        x, y = related(4000, 5, 6)
+        assert cka(x, y, "minibatch", batch=40) == pytest.approx(cka(x, y), abs=0.02)
+
+    def test_few_samples(self):
+        with pytest.raises(Undefined, match="3 samples; unbiased HSIC needs 4"):
+            cka(normal(3, 2), normal(3, 2, seed=1), "minibatch", batch=8)
+
+
 def rbf_by_scipy(x):
     distances = scipy.spatial.distance.pdist(x.double().numpy())
     return np.exp(-(scipy.spatial.distance.squareform(distances) ** 2) / (2 * np.median(distances) ** 2))

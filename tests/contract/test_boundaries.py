@@ -53,6 +53,7 @@ ORDER = {
         "components",
         "metrics",
         "results",
+        "targets",
         "plan",
         "measure",
         "spread",

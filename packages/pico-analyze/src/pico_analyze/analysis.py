@@ -16,10 +16,11 @@ import pandas as pd
 
 from pico_analyze.checkpoint.integrity import StandingStill, out_of_place, repeated
 from pico_analyze.checkpoint.reader import Run, find_runs, open_run
+from pico_analyze.components import Selection
 from pico_analyze.config import AnalysisConfig
 from pico_analyze.measure import FAILED, Key, Measured, Row, Work, missing
 from pico_analyze.plan import AnalysisError, Cell, describe, plan, steps_of
-from pico_analyze.results import CONTENT, IDENTITY, table
+from pico_analyze.results import ADDED, CONTENT, IDENTITY, table
 from pico_analyze.spread import spread
 from pico_analyze.strict_yaml import validated
 
@@ -30,7 +31,9 @@ logger = logging.getLogger(__name__)
 TRAINING = {"train_loss": "loss", "val_loss": "val_loss"}  # metric: its key in the training log
 SAME_AS = "the same content as step "
 NEARER_TO = "its weights are nearer to step "
-NOTES = (SAME_AS, NEARER_TO)  # how what a step casts on its values begins
+OF_REFERENCE = "its reference: "
+# How what a step casts on its values begins.
+NOTES = (SAME_AS, NEARER_TO, OF_REFERENCE)
 
 
 def analyze(
@@ -70,7 +73,7 @@ def analyze(
 
     far = {run.identity.run_id: out_of_place(run, repeated(run, StandingStill.of(run))) for run in opened}
     checkpoints = [
-        Asked(run, step, here := cells[run.identity.run_id, step], _given(here, earlier), far[run.identity.run_id])
+        Asked(run, step, here := cells[run.identity.run_id, step], _given(here, earlier), far)
         for run in opened
         for step in steps_of(run, config)
     ]
@@ -152,7 +155,7 @@ class Asked:
     step: int
     cells: Sequence[Cell]
     given: Measured
-    far: Mapping[tuple[int, str], int]
+    far: Mapping[str, Mapping[tuple[int, str], int]]  # by run id
 
     def work(self) -> Work:
         """The rest."""
@@ -166,19 +169,33 @@ def _rows(checkpoint: Asked, measured: Measured, losses: Iterable[Row]) -> Itera
         yield about | loss
     for cell in checkpoint.cells:
         about_cell = about | dict(zip(IDENTITY, cell.key, strict=True)) | cell.content
-        for head, row in zip(cell.selection.heads, measured[cell.key], strict=True):
+        for head, row in zip(cell.heads, measured[cell.key], strict=True):
             whole = about_cell | {"head": head} | row
-            if row["status"] in ("ok", "flagged") and (note := _note(cell, checkpoint.far)):
+            if row["status"] in ("ok", "flagged") and (note := "; ".join(_notes(cell, checkpoint.far))):
                 whole |= {"status": "flagged", "reason": f"{note}; {row['reason']}" if row["reason"] else note}
             yield whole
 
 
-def _note(cell: Cell, far: Mapping[tuple[int, str], int]) -> str | None:
-    """What makes even a good value of the cell doubtful: its step holds the content of another, or seems to."""
-    if cell.same_as is not None:
-        return f"{SAME_AS}{cell.same_as}"
-    modules = [row.module for row in cell.selection.rows if row.kind == "weights"]
-    other = next((far[cell.step, module] for module in modules if (cell.step, module) in far), None)
+def _notes(cell: Cell, far: Mapping[str, Mapping[tuple[int, str], int]]) -> Iterator[str]:
+    """What makes even a good value of the cell doubtful: a step that holds the content of another, or seems to."""
+    if note := _note(cell.run, cell.step, cell.selection, cell.same_as, far):
+        yield note
+    other = cell.reference
+    itself = other is not None and other.run is cell.run and other.step == cell.step
+    if other is None or other.selection is None or itself:
+        return
+    if note := _note(other.run, other.step, other.selection, other.same_as, far):
+        yield OF_REFERENCE + note
+
+
+def _note(
+    run: Run, step: int, selection: Selection, same_as: int | None, far: Mapping[str, Mapping[tuple[int, str], int]]
+) -> str | None:
+    if same_as is not None:
+        return f"{SAME_AS}{same_as}"
+    doubtful = far[run.identity.run_id]
+    modules = [row.module for row in selection.rows if row.kind == "weights"]
+    other = next((doubtful[step, module] for module in modules if (step, module) in doubtful), None)
     return None if other is None else f"{NEARER_TO}{other} than to the steps beside it"
 
 
@@ -196,7 +213,7 @@ def _by_content(previous: pd.DataFrame) -> dict[Key, Row]:
             continue
         own = "; ".join(part for part in reason.split("; ") if not part.startswith(NOTES)) or None
         status = row["status"] if row["status"] == "undefined" else "flagged" if own else "ok"
-        said = {"value": row["value"], "n": row["n"], "d": row["d"], "status": status, "reason": own}
+        said = {name: row[name] for name in ("value", *ADDED, "n", "d")} | {"status": status, "reason": own}
         rows[tuple(row[name] for name in (*IDENTITY, "head", *CONTENT))] = said
     return rows
 
@@ -209,7 +226,7 @@ def _given(cells: Iterable[Cell], earlier: Mapping[Key, Row]) -> Measured:
             given[cell.key] = missing(cell, cell.missing)
             continue
         content = tuple(cell.content[name] for name in CONTENT)
-        rows = [earlier.get((*cell.key, head, *content)) for head in cell.selection.heads]
+        rows = [earlier.get((*cell.key, head, *content)) for head in cell.heads]
         if None not in rows:
             given[cell.key] = [row for row in rows if row is not None]
     return given

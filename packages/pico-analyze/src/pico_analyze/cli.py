@@ -207,6 +207,7 @@ def ls_metrics(config_path: Path | None) -> None:
             click.echo("  compares each step with target_checkpoint, on activations of the split val")
         for key, parameter in metric.parameters.items():
             default = "required" if parameter.default is None else f"default {parameter.default}"
+            default += f", with {' '.join(only)}" if (only := getattr(parameter, "only", None)) else ""
             click.echo(f"  {key}: {', '.join(parameter.allowed)} ({default})")
         _print_wrapped(metric.meaning)
 

@@ -40,8 +40,9 @@ Texts = Annotated[tuple[Text, ...], Strict(False)]
 # The keys of an entry that belong to some metrics only, and what those must give.
 OWN_KEYS: dict[str, tuple[tuple[str, ...], str | None]] = {
     "norm_type": (("norm",), "one of frobenius, nuclear, spectral, inf, inf_operator"),
-    "target_checkpoint": (("cka", "pwcca"), "a step, or last"),
+    "target_checkpoint": (("cka", "pwcca"), "a step, last, previous, all, same or nearest_tokens"),
     "estimator": (("cka",), None),
+    "batch": (("cka",), None),
     "weights_from": (("pwcca",), None),
 }
 
@@ -97,6 +98,34 @@ class ComponentEntry(Section):
             yield Problem("order", self.order, "is only for the weights of ov_circuit", ("component_name", "data_type"))
 
 
+class PermutationNull(Section):
+    """What a similarity is compared with: its values when the samples of the reference are permuted."""
+
+    permutations: int = Field(200, ge=1, description="how many; the smallest p-value is 1 / (1 + permutations)")
+    quantile: float = Field(0.95, gt=0, lt=1, description="which quantile of them the table holds")
+    unit: Literal["sequence", "row"] = Field(
+        "sequence",
+        description="what is exchanged: whole sequences, or single rows; the tokens of one sequence are alike, so rows make "
+        "p-values too small",
+    )
+    seed: int = Field(0, ge=0, description="of the permutations; the same ones for everything with as many samples")
+
+
+class Bootstrap(Section):
+    """An interval about a value of activations, from random halves of the samples."""
+
+    resamples: int = Field(200, ge=10, description="how many halves")
+    level: float = Field(
+        0.95, gt=0, lt=1, description="share of repetitions in which the interval should hold the mean value"
+    )
+    unit: Literal["sequence", "row"] = Field(
+        "sequence",
+        description="what is left out: whole sequences, or single rows; the tokens of one sequence are alike, so rows make "
+        "the interval too narrow",
+    )
+    seed: int = Field(0, ge=0, description="of the halves; the same ones for everything with as many samples")
+
+
 class MetricEntry(Section):
     """One metric on some components; the same metric may stand any number of times."""
 
@@ -110,15 +139,37 @@ class MetricEntry(Section):
     norm_type: Literal["frobenius", "nuclear", "spectral", "inf", "inf_operator"] | None = Field(
         None, description="which norm, only for norm; inf = largest absolute entry, as published"
     )
-    target_checkpoint: Step | Literal["last"] | None = Field(
-        None, description="step that every step is compared with, only for metrics that compare"
+    target_checkpoint: Step | Literal["last", "previous", "all", "same", "nearest_tokens"] | None = Field(
+        None,
+        description="step that every step is compared with, only for metrics that compare: a number; last = the last of "
+        "the run; previous = the one before among those analysed; all = each pair of those analysed, once; with "
+        "target_run or target_layers also same = the same step, and nearest_tokens = the one after the nearest number of "
+        "tokens",
     )
-    estimator: Literal["debiased", "plug_in"] | None = Field(
+    target_run: Text | None = Field(
+        None,
+        description="name of the run that every run is compared with, on the same probe; all = each pair of runs, once; "
+        "null = each run with itself",
+    )
+    target_layers: Literal["all"] | None = Field(
+        None, description="all = each layer is compared with each; null = with the layer of the same number"
+    )
+    estimator: Literal["debiased", "plug_in", "minibatch"] | None = Field(
         None, description="estimate of the alignment, only for cka; null = debiased"
+    )
+    batch: int | None = Field(
+        None, ge=4, description="samples of a minibatch, only for cka with estimator minibatch; null = 256"
     )
     weights_from: Literal["x", "y"] | None = Field(
         None,
         description="side that weighs the correlations, only for pwcca: x = the step, y = the target; null = x",
+    )
+    permutation_null: PermutationNull | None = Field(
+        None,
+        description="compare the value with unrelated samples, only for metrics that compare; {} = with its defaults",
+    )
+    bootstrap: Bootstrap | None = Field(
+        None, description="an interval about the value, only for activations; {} = with its defaults"
     )
     options: dict[str, str | int | float] = Field(
         {}, description="parameters of the metric that have no key of their own, name to value, e.g. {k: 20}"
@@ -127,8 +178,19 @@ class MetricEntry(Section):
     @property
     def parameters(self) -> dict[str, str | int | float]:
         """The metric's own parameters that are given; what it is compared with is not one of them."""
-        own = {"norm_type": self.norm_type, "estimator": self.estimator, "weights_from": self.weights_from}
+        own = {
+            "norm_type": self.norm_type,
+            "estimator": self.estimator,
+            "batch": self.batch,
+            "weights_from": self.weights_from,
+        }
         return {**self.options, **{name: value for name, value in own.items() if value is not None}}
+
+    @property
+    def uncertainty(self) -> dict[str, Any]:
+        """How null and interval are computed, where they are asked for, name to settings."""
+        asked = {"permutation_null": self.permutation_null, "bootstrap": self.bootstrap}
+        return {name: settings.model_dump() for name, settings in asked.items() if settings is not None}
 
     def problems(self) -> Iterator[Problem]:
         """Each metric has its own keys; an entry measures something; captured tensors have a split."""
@@ -144,6 +206,7 @@ class MetricEntry(Section):
                     f"is only for {' and '.join(metrics)}, not for {self.metric_name}",
                     ("metric_name",),
                 )
+        yield from self._target_problems()
         for name in self.options.keys() & OWN_KEYS.keys():
             yield Problem("options", name, f"is a key of its own: write {name} beside metric_name", ("metric_name",))
         if not self.components:
@@ -151,6 +214,20 @@ class MetricEntry(Section):
         captured = sorted({c.data_type for c in self.components} - {"weights", "optimizer"})
         if captured and self.data_split is None:
             yield Problem("data_split", None, f"must be train or val for {' and '.join(captured)}", ("components",))
+
+    def _target_problems(self) -> Iterator[Problem]:
+        """A reference has a step, and is not the very same matrix."""
+        step, others = self.target_checkpoint, {"target_run": self.target_run, "target_layers": self.target_layers}
+        for key, value in others.items():
+            if value is not None and step is None:
+                yield Problem(key, value, "needs a target_checkpoint, for example same", ("target_checkpoint",))
+        if step == "same" and not any(others.values()):
+            message = "compares each matrix with itself; give a target_run, or target_layers: all"
+            yield Problem("target_checkpoint", step, message, tuple(others))
+        if step == "nearest_tokens" and self.target_run is None:
+            yield Problem("target_checkpoint", step, "is a step of another run; give target_run", ("target_run",))
+        if step == "previous" and self.target_run is not None:
+            yield Problem("target_checkpoint", step, "is a step of the same run; leave out target_run", ("target_run",))
 
 
 class WandbConfig(Section):
@@ -216,6 +293,11 @@ class AnalysisConfig(Section):
         by_role = [c.role for entry in self.metrics for c in entry.components if c.role is not None]
         if self.write_json is not None and by_role:
             yield Problem("write_json", self.write_json, f"names modules: give layer_suffixes, not role {by_role[0]}")
+        for entry in self.metrics if self.write_json is not None else ():
+            words = [entry.target_run, entry.target_layers, entry.target_checkpoint]
+            if other := [word for word in words if word not in (None, "last") and not isinstance(word, int)]:
+                message = f"has one value for each step and layer, so compare with a step or last, not with {other[0]}"
+                yield Problem("write_json", self.write_json, message)
 
     def to_yaml(self) -> str:
         """All keys with their values, as YAML that loads back equal."""

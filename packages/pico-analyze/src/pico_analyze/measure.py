@@ -10,12 +10,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
+
 from pico_analyze.checkpoint.format import CheckpointError
 from pico_analyze.checkpoint.reader import Checkpoint, Run
 from pico_analyze.components import Component, Piece, Selection
 from pico_analyze.components.matrix import Flagged, Matrix, Undefined
 from pico_analyze.components.single import difference
 from pico_analyze.metrics import MetricError
+from pico_analyze.metrics.interval import interval, rows_of
+from pico_analyze.metrics.null import orders as permutations
+from pico_analyze.metrics.null import permutation_null
 from pico_analyze.plan import Cell
 
 logger = logging.getLogger(__name__)
@@ -23,8 +28,9 @@ logger = logging.getLogger(__name__)
 Row = dict[str, Any]
 Key = tuple[Any, ...]
 Measured = dict[Key, list[Row]]  # what a cell gives for each head, by the key of the cell
-References = dict[Key, list[Piece]]
+References = dict[Key, tuple[int, list[Piece]]]  # matrices that others are compared with, and their size in bytes
 
+KEPT_BYTES = 256 * 2**20  # of references; each step with each step may ask for more of them than fit into memory
 FAILED = ("the metric failed: ", "the component failed: ")
 
 
@@ -49,10 +55,11 @@ class Work:
 def measure(work: Work, references: References) -> Measured:
     """What the cells of one checkpoint give.
 
-    ``references`` holds the matrices of the run that others are compared with; it is filled as needed, and emptied when
-    another run comes.
+    ``references`` holds matrices that others are compared with: those that this checkpoint needs stay for the next one,
+    as long as there is room.
     """
-    for key in [key for key in references if key[0] != work.run.identity.run_id]:
+    needed = {_reference_key(cell) for cell in work.cells}
+    for key in [key for key in references if key not in needed]:
         del references[key]
     measured: Measured = {}
     by_matrix: dict[Key, list[Cell]] = defaultdict(list)
@@ -68,25 +75,39 @@ def measure(work: Work, references: References) -> Measured:
             continue
         except MeasuringError as error:
             logger.warning("%s of %s step %d: %s", group[0].measurement.source.name, work.run.name, work.step, error)
-            measured |= {cell.key: [_failed(error) for _ in cell.selection.heads] for cell in group}
+            measured |= {cell.key: [_failed(error) for _ in cell.heads] for cell in group}
             continue
-        changes: dict[int | None, list[Piece]] = {}  # the matrices less those of another step, by that step
+        by_reference: dict[Key | None, list[Cell]] = defaultdict(list)
         for cell in group:
-            try:
-                others = _reference(work.run, cell, references)
-            except CheckpointError as error:
-                measured[cell.key] = missing(cell, f"the reference: {error}")
-                continue
-            except MeasuringError as error:
-                measured[cell.key] = [_failed(error) for _ in cell.selection.heads]
-                continue
-            if others and cell.measurement.metric.consumes != "pair":
-                step = cell.measurement.reference_step(work.run)
-                if step not in changes:
-                    changes[step] = [difference(*sides) for sides in zip(pieces, *others, strict=True)]
-                measured[cell.key] = [_value(cell, piece) for piece in changes[step]]
-            else:
-                measured[cell.key] = [_value(cell, *matrices) for matrices in zip(pieces, *others, strict=True)]
+            by_reference[_reference_key(cell)].append(cell)
+        for cells in by_reference.values():
+            measured |= _compared(cells, pieces, references)
+    return measured
+
+
+def _compared(cells: Sequence[Cell], pieces: Sequence[Piece], references: References) -> Measured:
+    """What the cells give that measure the same matrices against the same reference, or against none."""
+    try:
+        others = _reference(cells[0], references)
+    except CheckpointError as error:
+        return {cell.key: missing(cell, f"the reference: {error}") for cell in cells}
+    except MeasuringError as error:
+        return {cell.key: [_failed(error) for _ in cell.heads] for cell in cells}
+    if others is None:
+        return {cell.key: [_value(cell, piece) for piece in pieces] for cell in cells}
+    changes: list[Piece] | None = None  # the matrices less their references, for the metrics of a single matrix
+    measured: Measured = {}
+    for cell in cells:
+        assert cell.reference is not None
+        assert cell.reference.selection is not None
+        here = dict(zip(cell.selection.heads, pieces, strict=True))
+        there = dict(zip(cell.reference.selection.heads, others, strict=True))
+        sides = [(here[head], there[head]) for head in cell.heads]
+        if cell.measurement.metric.consumes == "pair":
+            measured[cell.key] = [_value(cell, *side) for side in sides]
+        else:
+            changes = changes or [difference(*side) for side in sides]
+            measured[cell.key] = [_value(cell, piece) for piece in changes]
     return measured
 
 
@@ -96,15 +117,30 @@ def _matrix_key(cell: Cell) -> Key:
     return source.name, source.kind, source.split, source.order, selection.module, selection.layer
 
 
-def _reference(run: Run, cell: Cell, references: References) -> list[list[Piece]]:
-    """The matrices that those of the cell are compared with, as the one element; empty without any."""
-    step = cell.measurement.reference_step(run)
-    if step is None or cell.reference is None:
-        return []
-    key = (run.identity.run_id, *_matrix_key(cell), step)
-    if key not in references:
-        references[key] = _pieces(cell.measurement.source.component, run.checkpoint(step), cell.reference)
-    return [references[key]]
+def _reference_key(cell: Cell) -> Key | None:
+    """What the cells have in common that are compared with the same matrices; None without any."""
+    other = cell.reference
+    if other is None or other.selection is None:
+        return None
+    source = cell.measurement.source
+    where = other.run.identity.run_id, other.step, other.selection.module, other.layer
+    return source.name, source.kind, source.split, source.order, *where
+
+
+def _reference(cell: Cell, references: References) -> list[Piece] | None:
+    """The matrices that those of the cell are compared with; None without any."""
+    key, other = _reference_key(cell), cell.reference
+    if key is None or other is None or other.selection is None:
+        return None
+    if key in references:
+        return references[key][1]
+    pieces = _pieces(cell.measurement.source.component, other.run.checkpoint(other.step), other.selection)
+    tensors = [side for piece in pieces for side in (piece.matrix.left, piece.matrix.right) if side is not None]
+    stored = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+    size = sum(stored.values())
+    if size + sum(n_bytes for n_bytes, _ in references.values()) <= KEPT_BYTES:
+        references[key] = size, pieces
+    return pieces
 
 
 def _pieces(component: Component, checkpoint: Checkpoint, selection: Selection) -> list[Piece]:
@@ -133,16 +169,59 @@ def _value(cell: Cell, *pieces: Piece) -> Row:
     """The metric on one matrix, or on one and its reference."""
     n, d = (*pieces[0].matrix.shape, None)[:2]  # a vector has no columns
     row: Row = {"n": n, "d": d}
+    metric, parameters = cell.measurement.metric, cell.measurement.parameters
+    matrices = [piece.matrix for piece in pieces]
     try:
-        value = cell.measurement.metric.compute(*(piece.matrix for piece in pieces), **cell.measurement.parameters)
+        value = metric.compute(*matrices, **parameters)
     except Undefined as error:
         return row | {"value": None, "status": "undefined", "reason": error.reason}
     except MetricError as error:
         source, where = cell.measurement.source, f"{cell.run.name} step {cell.step}"
         logger.warning("%s of %s, %s: %s", cell.measurement.metric_name, source.name, where, error)
         return row | _failed(error)
-    doubt = value.reason if isinstance(value, Flagged) else None
-    return row | {"value": float(value), "status": "flagged" if doubt else "ok", "reason": doubt}
+    doubts = [value.reason] if isinstance(value, Flagged) else []
+    for name, uncertainty in (("null", _null), ("interval", _interval)):
+        try:
+            row |= uncertainty(cell, float(value), matrices)
+        except (Undefined, MetricError) as error:
+            doubts.append(f"no {name}: {error}")
+    status = "flagged" if doubts else "ok"
+    return row | {"value": float(value), "status": status, "reason": "; ".join(doubts) or None}
+
+
+def _null(cell: Cell, value: float, sides: Sequence[Matrix]) -> Row:
+    """The columns of the permutation null, where it is asked for."""
+    measurement, null = cell.measurement, cell.measurement.null
+    if null is None:
+        return {}
+    x, y = sides
+    n = x.shape[0]
+    orders = permutations(n, _unit(cell, n, null.unit), null.permutations, null.seed)
+    score = measurement.metric.scores(x, y, **measurement.parameters)
+    at_random = [float(score(order)) for order in orders]
+    return dict(permutation_null(value, at_random, null.quantile, distance=measurement.metric.distance))
+
+
+def _interval(cell: Cell, value: float, matrices: Sequence[Matrix]) -> Row:
+    """The columns of the interval, where it is asked for."""
+    measurement, asked = cell.measurement, cell.measurement.bootstrap
+    if asked is None:
+        return {}
+
+    def of_rows(rows: Tensor) -> float:
+        parts = [rows_of(matrix, rows) for matrix in matrices]
+        return measurement.metric.compute(*parts, **measurement.parameters)
+
+    n = matrices[0].shape[0]
+    unit = _unit(cell, n, asked.unit)
+    low, high = interval(value, of_rows, n, unit, asked.resamples, asked.level, asked.seed)
+    return {"low": low, "high": high}
+
+
+def _unit(cell: Cell, n: int, unit: str) -> int:
+    """How many neighbouring rows are one unit; the rows that a component has made of others are their own."""
+    per_sequence = cell.rows_per_sequence
+    return per_sequence if unit == "sequence" and n % per_sequence == 0 else 1
 
 
 def _failed(error: ValueError) -> Row:
@@ -153,4 +232,4 @@ def _failed(error: ValueError) -> Row:
 def missing(cell: Cell, reason: str) -> list[Row]:
     """The rows of a cell that cannot be measured."""
     nothing = dict.fromkeys(cell.content)
-    return [nothing | {"status": "missing", "reason": reason} for _ in cell.selection.heads]
+    return [nothing | {"status": "missing", "reason": reason} for _ in cell.heads]

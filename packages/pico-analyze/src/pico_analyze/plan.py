@@ -22,10 +22,12 @@ from pico_analyze.components import (
     get_component,
     load_components,
 )
-from pico_analyze.config import AnalysisConfig, ComponentEntry, MetricEntry
+from pico_analyze.config import AnalysisConfig, Bootstrap, ComponentEntry, MetricEntry, PermutationNull
 from pico_analyze.metrics import METRICS, Metric, get_metric, load_metrics
 from pico_analyze.plugins import code_hash
 from pico_analyze.results import canonical, row_parameters
+from pico_analyze.targets import Target, no_pair, unmatched
+from pico_analyze.targets import problems as target_problems
 
 
 class AnalysisError(ValueError):
@@ -53,12 +55,24 @@ class Measurement:
     parameters: Mapping[str, str | int | float]
     row_parameters: str
     source: Source
-    target: int | Literal["last"] | None
+    target: Target | None
+    null: PermutationNull | None
+    bootstrap: Bootstrap | None
     plugins: tuple[str, ...]  # the import paths of the metric and the component, where they are not ours
 
-    def reference_step(self, run: Run) -> int | None:
-        """The step of ``run`` that each step is compared with."""
-        return run.steps[-1] if self.target == "last" else self.target
+
+@dataclass(frozen=True)
+class Reference:
+    """What a selection is compared with: ``selection`` of a step of a run, None where it is missing.
+
+    ``same_as`` is as for a cell.
+    """
+
+    run: Run
+    step: int
+    layer: int | None
+    selection: Selection | None
+    same_as: int | None
 
 
 @dataclass(frozen=True)
@@ -73,15 +87,39 @@ class Cell:
     step: int
     measurement: Measurement
     selection: Selection
-    reference: Selection | None
+    reference: Reference | None
     missing: str | None
     same_as: int | None
 
     @property
+    def heads(self) -> tuple[int | None, ...]:
+        """The heads that have a row.
+
+        A head of another layer or run is not the counterpart of the one of its number: there only all side by side compare.
+        """
+        heads, other = self.selection.heads, self.reference
+        if other is None or (other.run is self.run and other.layer == self.selection.layer):
+            return heads
+        there = heads if other.selection is None else other.selection.heads
+        return (None,) if None in heads else tuple(head for head in heads if head in there)
+
+    @property
+    def rows_per_sequence(self) -> int:
+        """How many neighbouring rows of the captured activations belong to one sequence."""
+        manifest, split = self.run.manifests[self.step], self.measurement.source.split
+        batches = [
+            row.shape[0]
+            for row in manifest.tensors
+            if (row.kind, row.split, row.module) == ("batch", split, "input_ids")
+        ]
+        if manifest.capture is None or split is None or not batches:
+            return 1
+        return manifest.capture.rows[split] // batches[0]
+
+    @property
     def key(self) -> tuple[Any, ...]:
         """What tells this cell from all others, whatever its content: the columns `results.IDENTITY`."""
-        source = self.measurement.source
-        reference_step = self.measurement.reference_step(self.run)
+        source, other = self.measurement.source, self.reference
         return (
             self.run.identity.run_id,
             self.step,
@@ -92,8 +130,7 @@ class Cell:
             self.selection.layer,
             self.measurement.metric_name,
             self.measurement.row_parameters,
-            None if reference_step is None else self.run.name,
-            reference_step,
+            *((None, None, None) if other is None else (other.run.name, other.step, other.layer)),
         )
 
     @property
@@ -102,7 +139,7 @@ class Cell:
         return {
             "dtype": self.selection.dtype,
             "content_hash": self.selection.content_hash,
-            "reference_hash": self.reference.content_hash if self.reference else None,
+            "reference_hash": other.content_hash if self.reference and (other := self.reference.selection) else None,
         }
 
 
@@ -130,12 +167,18 @@ def plan(runs: Sequence[Run], config: AnalysisConfig) -> list[Cell]:
                 expected[-1][source] = _expected(run, source)
             except ComponentError as error:
                 problems.append(f"{source.name} of {source.kind}, run {run.name}: {error}")
+    if not problems:
+        problems = _target_problems(runs, measurements, expected)
     if problems:
         raise AnalysisError("the analysis cannot be done:\n  " + "\n  ".join(dict.fromkeys(problems)))
     cells: dict[tuple[Any, ...], Cell] = {}  # what two entries ask for is measured once
-    for run, selections in zip(runs, expected, strict=True):
-        for cell in _cells(run, config, measurements, selections):
-            cells.setdefault(cell.key, cell)
+    empty = [measurement for measurement in measurements if measurement.target is not None]
+    for cell in _Cells(runs, config, measurements, expected):
+        empty = [measurement for measurement in empty if measurement is not cell.measurement]
+        cells.setdefault(cell.key, cell)
+    analysed = {run.identity.run_id: steps_of(run, config) for run in runs}
+    if without := [f"{one.metric_name}: {no_pair(one.target, analysed)}" for one in empty if one.target is not None]:
+        raise AnalysisError("the analysis cannot be done:\n  " + "\n  ".join(without))
     return list(cells.values())
 
 
@@ -156,16 +199,19 @@ def describe(cells: Sequence[Cell]) -> list[str]:
         source, parameters = cell.measurement.source, cell.measurement.row_parameters
         text = cell.measurement.metric_name + (f" {parameters}" if parameters != "{}" else "")
         text += f" of {source.name} {source.kind} {cell.selection.module}"
-        groups[text + (f" ({source.split})" if source.split else "")].append(cell)
+        text += f" ({source.split})" if source.split else ""
+        target = cell.measurement.target
+        groups[text + (f" against {target.words()}" if target else "")].append(cell)
     lines = []
     for text, group in groups.items():
         layers = sorted({cell.selection.layer for cell in group if cell.selection.layer is not None})
         where = f", layers {', '.join(map(str, layers))}" if layers else ""
         n_checkpoints = len({(cell.run.identity.run_id, cell.step) for cell in group})
-        n_values = sum(len(cell.selection.heads) for cell in group)
-        n_missing = sum(len(cell.selection.heads) for cell in group if cell.missing)
+        n_values = sum(len(cell.heads) for cell in group)
+        n_missing = sum(len(cell.heads) for cell in group if cell.missing)
         gaps = f", {n_missing} of them missing" if n_missing else ""
-        lines.append(f"{text}{where}: {n_checkpoints} checkpoints, {n_values} values{gaps}")
+        pairs = f"{len(group)} pairs, " if group[0].reference else ""
+        lines.append(f"{text}{where}: {n_checkpoints} checkpoints, {pairs}{n_values} values{gaps}")
     return lines
 
 
@@ -216,6 +262,10 @@ def _measurement(
     compared = metric.consumes == "pair" or info.compared
     if compared and entry.target_checkpoint is None:
         raise ValueError("target_checkpoint: is needed; give a step, or last")
+    if info.compared and (entry.target_run or entry.target_layers):
+        raise ValueError(
+            "target_run, target_layers: a difference is one of the same weight of the same run; leave them out"
+        )
     if not compared and entry.target_checkpoint is not None:
         pairs = ", ".join(name for name, other in metrics.items() if other.consumes == "pair")
         raise ValueError(
@@ -225,9 +275,18 @@ def _measurement(
         others = ", ".join(name for name, other in metrics.items() if kind in other.fits)
         verb = "compares" if metric.consumes == "pair" else "measures"
         raise ValueError(f"{verb} {', '.join(metric.fits)} and does not fit {kind}; what fits: {others}")
-    if metric.consumes == "pair" and entry.data_split == "train":
+    same_batch = entry.target_checkpoint == "same" and entry.target_run is None
+    if metric.consumes == "pair" and entry.data_split == "train" and not same_batch:
         raise ValueError(
             "needs the same samples at every step, and the batch of split train is another at each; use data_split: val"
+        )
+    if entry.permutation_null is not None and metric.consumes != "pair":
+        raise ValueError(
+            "permutation_null: is only for metrics that compare samples, where their order can be permuted"
+        )
+    if entry.bootstrap is not None and kind != "activations":
+        raise ValueError(
+            f"bootstrap: leaves out samples, and the rows of {kind} are none; use it for activations alone"
         )
     split = None if kind in ("weights", "optimizer") else entry.data_split
     source = Source(
@@ -244,7 +303,9 @@ def _measurement(
         parameters=metric.resolve(entry.parameters),
         row_parameters=row_parameters(entry, component, metrics),
         source=source,
-        target=entry.target_checkpoint,
+        target=Target.of(entry),
+        null=entry.permutation_null,
+        bootstrap=entry.bootstrap,
         plugins=tuple(
             path
             for path, theirs in (
@@ -296,39 +357,85 @@ def _expected(run: Run, source: Source) -> list[Selection]:
     return []  # no step at all is a problem of its own
 
 
-def _cells(
-    run: Run,
-    config: AnalysisConfig,
-    measurements: Sequence[Measurement],
-    expected: Mapping[Source, Sequence[Selection]],
-) -> Iterator[Cell]:
-    """What each measurement is at each step, or why it is missing there."""
-    held, still = holders(run), StandingStill.of(run)
-    found: dict[tuple[Source, int], dict[tuple[str, int | None], Selection] | str] = {}
+def _target_problems(
+    runs: Sequence[Run], measurements: Sequence[Measurement], expected: Sequence[Mapping[Source, Sequence[Selection]]]
+) -> list[str]:
+    """What stands against the comparisons between runs."""
+    found = []
+    selections = {run.identity.run_id: of_run for run, of_run in zip(runs, expected, strict=True)}
+    for measurement in measurements:
+        target, source = measurement.target, measurement.source
+        if target is None:
+            continue
+        if whole := target_problems(target, runs):
+            found += whole
+            continue
+        for run in runs:
+            for other in target.runs(run, runs):
+                here, there = (selections[one.identity.run_id][source] for one in (run, other))
+                if other is not run and (problem := unmatched(target, run, here, other, there)):
+                    found.append(f"{measurement.metric_name} of {source.name} {source.kind}: {problem}")
+    return found
 
-    def find(source: Source, step: int, like: Selection) -> Selection | str:
-        if (source, step) not in found:
-            found[source, step] = _select(run, source, step)
-        there = found[source, step]
+
+class _Cells:
+    """What each measurement is at each step of each run, or why it is missing there."""
+
+    def __init__(
+        self,
+        runs: Sequence[Run],
+        config: AnalysisConfig,
+        measurements: Sequence[Measurement],
+        expected: Sequence[Mapping[Source, Sequence[Selection]]],
+    ) -> None:
+        self.runs, self.measurements = runs, measurements
+        ids = [run.identity.run_id for run in runs]
+        self.expected = dict(zip(ids, expected, strict=True))
+        self.analysed = {run.identity.run_id: steps_of(run, config) for run in runs}
+        self.held = {run.identity.run_id: holders(run) for run in runs}
+        self.still = {run.identity.run_id: StandingStill.of(run) for run in runs}
+        self.found: dict[tuple[str, Source, int], dict[tuple[str, int | None], Selection] | str] = {}
+
+    def __iter__(self) -> Iterator[Cell]:
+        for run in self.runs:
+            run_id = run.identity.run_id
+            for step in self.analysed[run_id]:
+                for measurement in self.measurements:
+                    for like in self.expected[run_id][measurement.source]:
+                        yield from self._of(run, step, measurement, like)
+
+    def _of(self, run: Run, step: int, measurement: Measurement, like: Selection) -> Iterator[Cell]:
+        """The cells of one selection: one for each that it is compared with, or the one."""
+        here, missing, same_as = self._find(run, measurement.source, step, like.module, like.layer)
+        target = measurement.target
+        if target is None:
+            yield Cell(run, step, measurement, here or like, None, missing, same_as)
+            return
+        for other, other_step in target.checkpoints(run, step, self.runs, self.analysed):
+            itself = other is run and other_step == step
+            there = self.expected[other.identity.run_id][measurement.source]
+            for layer, module in target.counterparts(like, there, same_checkpoint=itself):
+                found, why, doubt = self._find(other, measurement.source, other_step, module, layer)
+                reference = Reference(other, other_step, layer, found, doubt)
+                without = missing or (f"the reference: {why}" if why else None)
+                yield Cell(run, step, measurement, here or like, reference, without, same_as)
+
+    def _find(
+        self, run: Run, source: Source, step: int, module: str, layer: int | None
+    ) -> tuple[Selection | None, str | None, int | None]:
+        """What the source finds there, or why nothing; and another step that holds the same, if there is one."""
+        run_id = run.identity.run_id
+        if (run_id, source, step) not in self.found:
+            self.found[run_id, source, step] = _select(run, source, step)
+        there = self.found[run_id, source, step]
         if isinstance(there, str):
-            return there
-        return there.get((like.module, like.layer), f"step {step} does not have it")
-
-    for step in steps_of(run, config):
-        for measurement in measurements:
-            reference_step = measurement.reference_step(run)
-            for like in expected[measurement.source]:
-                here = find(measurement.source, step, like)
-                there = None if reference_step is None else find(measurement.source, reference_step, like)
-                missing = same_as = None
-                if isinstance(here, str):
-                    missing, here = here, like
-                else:
-                    steps = set.intersection(*(held[row.kind, row.module, row.sha256] for row in here.rows)) - {step}
-                    same_as = min((other for other in steps if not still.between(step, other)), default=None)
-                if isinstance(there, str):
-                    missing, there = missing or f"the reference: {there}", None
-                yield Cell(run, step, measurement, here, there, missing, same_as)
+            return None, there, None
+        selection = there.get((module, layer))
+        if selection is None:
+            return None, f"step {step} does not have it", None
+        held, still = self.held[run_id], self.still[run_id]
+        steps = set.intersection(*(held[row.kind, row.module, row.sha256] for row in selection.rows)) - {step}
+        return selection, None, min((other for other in steps if not still.between(step, other)), default=None)
 
 
 def _select(run: Run, source: Source, step: int) -> dict[tuple[str, int | None], Selection] | str:

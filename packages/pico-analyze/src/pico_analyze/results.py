@@ -41,7 +41,14 @@ COLUMNS: dict[str, str] = {
     "parameters": "string",  # JSON object: those of the metric and of the component
     "reference_run": "string",
     "reference_step": "Int64",
+    "reference_layer": "Int64",
     "value": "float64",
+    "low": "float64",  # where an interval was asked for (bootstrap): its ends
+    "high": "float64",
+    "null_mean": "float64",  # where a permutation null was asked for: the mean and a quantile of it,
+    "null_quantile": "float64",
+    "calibrated": "float64",  # the value less the mean, 1 for sides that agree entirely, 0 on average for unrelated ones
+    "p_value": "float64",  # how often unrelated sides come as near
     "n": "Int64",  # rows of the matrix; samples where it holds activations
     "d": "Int64",  # columns of the matrix
     "dtype": "string",  # as stored
@@ -50,6 +57,9 @@ COLUMNS: dict[str, str] = {
     "content_hash": "string",
     "reference_hash": "string",
 }
+
+# What tables of the first version do not have.
+ADDED = ("low", "high", "null_mean", "null_quantile", "calibrated", "p_value")
 
 # The store of everything that was ever computed has one column more.
 STORE_COLUMNS: dict[str, str] = COLUMNS | {
@@ -92,12 +102,12 @@ def canonical(parameters: Mapping[str, Any]) -> str:
 
 
 def row_parameters(entry: MetricEntry, component: ComponentEntry, known: Mapping[str, Metric] = METRICS) -> str:
-    """The column ``parameters``: the metric's, defaults spelled out, and the component's where given.
+    """The column ``parameters``: the metric's, defaults spelled out, the component's, and those of null and interval where given.
 
     ``known`` is the table of metrics, with those of plugins.
     """
     order = {} if component.order is None else {"order": component.order}
-    return canonical(get_metric(entry.metric_name, known).resolve(entry.parameters) | order)
+    return canonical(get_metric(entry.metric_name, known).resolve(entry.parameters) | order | entry.uncertainty)
 
 
 def table(rows: Iterable[Mapping[str, Any]], columns: Mapping[str, str] = COLUMNS) -> pd.DataFrame:
@@ -172,6 +182,10 @@ def read(folder: Path, name: str = "results") -> pd.DataFrame:
         frame = pd.read_parquet(path)
     except (OSError, ValueError) as error:
         raise ResultsError(f"{path} cannot be read ({error}); remove it and run the analysis again") from None
+    if "reference_step" in frame and "reference_layer" not in frame:  # of before layers were compared with each other
+        frame["reference_layer"] = frame["layer"].where(frame["reference_step"].notna())
+    for column in [column for column in ADDED if column in columns and column not in frame]:
+        frame[column] = math.nan
     lacking = [column for column in columns if column not in frame]
     if lacking:
         raise ResultsError(f"{path} lacks the columns {', '.join(lacking)}; remove it and run the analysis again")
@@ -193,6 +207,7 @@ IDENTITY = (
     "parameters",
     "reference_run",
     "reference_step",
+    "reference_layer",
 )
 CONTENT = ("dtype", "content_hash", "reference_hash")
 
@@ -290,6 +305,10 @@ def _rows_of(
         ]
         chosen = chosen[fits]
     if entry.target_checkpoint is not None:
+        within = chosen["reference_run"].eq(chosen["run"]) & chosen["reference_layer"].fillna(-1).eq(
+            chosen["layer"].fillna(-1)
+        )
+        chosen = chosen[within]
         last = chosen.groupby("run_id")["reference_step"].transform("max")
         target = last if entry.target_checkpoint == "last" else entry.target_checkpoint
         chosen = chosen[chosen["reference_step"] == target]

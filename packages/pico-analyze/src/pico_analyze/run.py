@@ -83,7 +83,7 @@ def run_analysis(config: AnalysisConfig, jobs: int = 1) -> Outcome:
     folder.mkdir(parents=True, exist_ok=True)
     with _logging_to(folder / LOG_FILE):
         (folder / "config.yaml").write_text(config.to_yaml(), encoding="utf-8")
-        n_values = sum(len(cell.selection.heads) for cell in cells)
+        n_values = sum(len(cell.heads) for cell in cells)
         names = ", ".join(run.name for run in runs)
         log.info("pico-analyze %s: %s values of %s, into %s", version("pico-analyze"), f"{n_values:,}", names, folder)
         table = _measure(runs, config, store, code, folder, jobs)
@@ -110,7 +110,7 @@ def dry_run(config: AnalysisConfig) -> list[str]:
     return [
         *(f"run {run.name}: {len(run.steps)} checkpoints in {run.path}" for run in runs),
         *describe(cells),
-        f"{sum(len(cell.selection.heads) for cell in cells):,} values, into {folder}",
+        f"{sum(len(cell.heads) for cell in cells):,} values, into {folder}",
     ]
 
 

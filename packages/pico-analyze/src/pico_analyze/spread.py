@@ -17,6 +17,7 @@ import torch
 
 from pico_analyze import plugins
 from pico_analyze.measure import Measured, References, Work, measure, missing
+from pico_analyze.plan import Cell
 
 logger = logging.getLogger(__name__)
 
@@ -87,11 +88,20 @@ def _in_processes(
 
 
 def _alone(work: Work) -> Work:
-    """The work with no more of its run than it needs: the manifests of its step and of those it is compared with."""
-    steps = {work.step, *(cell.measurement.reference_step(work.run) for cell in work.cells)}
-    manifests = {step: manifest for step, manifest in work.run.manifests.items() if step in steps}
-    run = replace(work.run, manifests=manifests, skipped={})
-    return Work(run, work.step, [replace(cell, run=run) for cell in work.cells])
+    """The work with no more of its runs than it needs: the manifests of its step and of those it is compared with."""
+    others = [cell.reference for cell in work.cells if cell.reference is not None]
+    runs = {run.identity.run_id: run for run in (work.run, *(other.run for other in others))}
+    steps = {(work.run.identity.run_id, work.step), *((other.run.identity.run_id, other.step) for other in others)}
+    for run_id, run in runs.items():
+        manifests = {step: manifest for step, manifest in run.manifests.items() if (run_id, step) in steps}
+        runs[run_id] = replace(run, manifests=manifests, skipped={})
+
+    def alone(cell: Cell) -> Cell:
+        other = cell.reference
+        reference = None if other is None else replace(other, run=runs[other.run.identity.run_id])
+        return replace(cell, run=runs[cell.run.identity.run_id], reference=reference)
+
+    return Work(runs[work.run.identity.run_id], work.step, [alone(cell) for cell in work.cells])
 
 
 def _in_process(place: int, packed: bytes, plugin_names: Sequence[str], folder: str) -> Report:

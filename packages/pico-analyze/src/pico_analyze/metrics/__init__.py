@@ -158,6 +158,7 @@ METRICS: dict[str, Metric] = {
     "cka": Metric(
         function="pico_analyze.metrics.similarity:cka",
         consumes="pair",
+        over_orders="pico_analyze.metrics.similarity:cka_over_orders",
         summary="centred kernel alignment of two representations of the same samples",
         range="[-1, 1]; plug_in: [0, 1]",
         meaning="1 when the similarities between samples agree up to scale. Unchanged by rotations, "
@@ -166,13 +167,15 @@ METRICS: dict[str, Metric] = {
         "scatters about 0, also below; the plug-in estimate rises towards 1 as samples become few against "
         "features. With kernel rbf near samples decide rather than far ones.",
         parameters={
-            "estimator": Parameter(("debiased", "plug_in"), default="debiased"),
+            "estimator": Parameter(("debiased", "plug_in", "minibatch"), default="debiased"),
             "kernel": Parameter(("linear", "rbf"), default="linear"),
+            "batch": Number(4, None, default=256, only=("estimator", "minibatch")),
         },
     ),
     "pwcca": Metric(
         function="pico_analyze.metrics.cca:pwcca",
         consumes="pair",
+        over_orders="pico_analyze.metrics.cca:pwcca_over_orders",
         summary="mean canonical correlation of two representations, weighted by what one of them expresses",
         range="[0, 1]",
         meaning="1 when every direction of the weighting side is a linear function of the other side. "
@@ -184,6 +187,7 @@ METRICS: dict[str, Metric] = {
     "mean_cca": Metric(
         function="pico_analyze.metrics.cca:mean_cca",
         consumes="pair",
+        over_orders="pico_analyze.metrics.cca:mean_cca_over_orders",
         summary="mean canonical correlation of two representations of the same samples",
         range="[0, 1]",
         meaning="1 when the side of smaller rank is a linear function of the other. All directions count alike, also "
@@ -194,6 +198,7 @@ METRICS: dict[str, Metric] = {
     "svcca": Metric(
         function="pico_analyze.metrics.cca:svcca",
         consumes="pair",
+        over_orders="pico_analyze.metrics.cca:svcca_over_orders",
         summary="mean canonical correlation of the principal directions that hold most of the variance",
         range="[0, 1]",
         meaning="Like mean CCA, after the directions of least variance are dropped. The directions that are kept all "
@@ -204,6 +209,7 @@ METRICS: dict[str, Metric] = {
     "procrustes": Metric(
         function="pico_analyze.metrics.similarity:procrustes",
         consumes="pair",
+        over_orders="pico_analyze.metrics.similarity:procrustes_over_orders",
         summary="cosine between two representations after the best rotation of one onto the other",
         range="[0, 1]",
         meaning="1 when the samples form the same shape, whatever its position, size and orientation. Directions "
@@ -213,6 +219,7 @@ METRICS: dict[str, Metric] = {
     "rsa": Metric(
         function="pico_analyze.metrics.similarity:rsa",
         consumes="pair",
+        over_orders="pico_analyze.metrics.similarity:rsa_over_orders",
         summary="correlation of the distances between samples in two representations",
         range="[-1, 1]",
         meaning="1 when the same pairs of samples are near and far. Pairs that share a sample are not independent, so "
@@ -223,6 +230,7 @@ METRICS: dict[str, Metric] = {
     "mutual_knn": Metric(
         function="pico_analyze.metrics.similarity:mutual_knn",
         consumes="pair",
+        over_orders="pico_analyze.metrics.similarity:mutual_knn_over_orders",
         summary="share of nearest neighbours that two representations have in common",
         range="[0, 1]",
         meaning="1 when every sample has the same k neighbours in both. It sees local structure alone, whatever the "

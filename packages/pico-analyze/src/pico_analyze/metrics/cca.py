@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from pico_analyze.components.matrix import Flagged, Matrix, Undefined, as_matrix, centred, n_samples, singular_values
+from pico_analyze.metrics.null import Scores
 
 _RANK_TOLERANCE = 1e-6
 """Singular values at or below this share of the largest count as zero: storage in float32 leaves 6e-8."""
@@ -64,6 +65,23 @@ def pwcca(x: Tensor | Matrix, y: Tensor | Matrix, weights_from: str = "x") -> fl
     return value if warning is None else Flagged(value, warning)
 
 
+def pwcca_over_orders(x: Tensor | Matrix, y: Tensor | Matrix, weights_from: str = "x") -> Scores:
+    """`pwcca` of x and of y in another order: a product of the bases and its singular vectors each."""
+    if weights_from not in ("x", "y"):
+        raise ValueError(f"weights_from: {weights_from!r} is not allowed; choose one of x, y")
+    x, y = as_matrix(x), as_matrix(y)
+    basis_x, basis_y, _ = _bases(x, y)
+    # In another order the samples of y and its basis move together, so this does not change.
+    expressed = x.project(basis_x) if weights_from == "x" else y.project(basis_y)  # (k or l, features)
+
+    def score(order: Tensor) -> float:
+        u, rho, vt = torch.linalg.svd(basis_x.mT @ basis_y[order], full_matrices=False)
+        alpha = ((u.mT if weights_from == "x" else vt) @ expressed).abs().sum(1)
+        return min(float(alpha @ rho.clamp(max=1.0) / alpha.sum()), 1.0)
+
+    return score
+
+
 def mean_cca(x: Tensor | Matrix, y: Tensor | Matrix) -> float:
     """The mean canonical correlation: how much of the smaller side is a linear function of the other?
 
@@ -83,6 +101,21 @@ def mean_cca(x: Tensor | Matrix, y: Tensor | Matrix) -> float:
     found = canonical_correlations(x, y)
     value = float(found.correlations.mean())
     return value if found.warning is None else Flagged(value, found.warning)
+
+
+def mean_cca_over_orders(x: Tensor | Matrix, y: Tensor | Matrix) -> Scores:
+    """`mean_cca` of x and of y in another order: the singular values of a product of the bases each."""
+    return _mean_over_orders(x, y, None)
+
+
+def svcca_over_orders(x: Tensor | Matrix, y: Tensor | Matrix, variance: float = 0.99) -> Scores:
+    """`svcca` of x and of y in another order, likewise."""
+    return _mean_over_orders(x, y, variance)
+
+
+def _mean_over_orders(x: Tensor | Matrix, y: Tensor | Matrix, variance: float | None) -> Scores:
+    basis_x, basis_y, _ = _bases(x, y, variance)
+    return lambda order: float(singular_values(basis_x.mT @ basis_y[order]).clamp(max=1.0).mean())
 
 
 def svcca(x: Tensor | Matrix, y: Tensor | Matrix, variance: float = 0.99) -> float:
@@ -132,15 +165,21 @@ def canonical_correlations(
     >>> round(float(canonical_correlations(x, y).correlations), 12)
     0.8
     """
+    basis_x, basis_y, warning = _bases(x, y, variance)
+    u, rho, vt = torch.linalg.svd(basis_x.mT @ basis_y, full_matrices=False)
+    return CanonicalCorrelations(rho.clamp(max=1.0), basis_x @ u, basis_y @ vt.mT, warning)
+
+
+def _bases(x: Tensor | Matrix, y: Tensor | Matrix, variance: float | None = None) -> tuple[Tensor, Tensor, str | None]:
+    """Orthonormal bases of the two spans, and the warning of `canonical_correlations`."""
     a, b = centred(x, "x"), centred(y, "y")
     n = n_samples(a, b)
     basis_x, basis_y = _basis(a, variance), _basis(b, variance)
     k, l = basis_x.shape[1], basis_y.shape[1]  # noqa: E741
     if max(k, l) >= n - 1:
         raise Undefined(f"{n} samples are too few for features of rank {max(k, l)}: they span everything")
-    u, rho, vt = torch.linalg.svd(basis_x.mT @ basis_y, full_matrices=False)
     warning = f"too few samples: {n} for ranks {k} and {l}, which fill the space" if k + l >= n - 1 else None
-    return CanonicalCorrelations(rho.clamp(max=1.0), basis_x @ u, basis_y @ vt.mT, warning)
+    return basis_x, basis_y, warning
 
 
 def _basis(a: Tensor, variance: float | None) -> Tensor:

@@ -11,6 +11,7 @@ from pico_analyze import plugins
 
 if TYPE_CHECKING:
     from pico_analyze.components.matrix import Matrix
+    from pico_analyze.metrics.null import Scores
 
 Value = str | int | float
 Consumes = Literal["entries", "spectrum", "matrix", "pair"]
@@ -44,6 +45,8 @@ class Number:
     most: float | None
     default: int | float
     """An int where only whole numbers are allowed."""
+    only: tuple[str, str] | None = None
+    """Another parameter and its value without which this one does not exist; None: it always does."""
 
     @property
     def allowed(self) -> tuple[str, ...]:
@@ -77,6 +80,12 @@ class Metric:
     parameters: Mapping[str, Parameter | Number] = field(default_factory=dict)
     kinds: tuple[str, ...] = ("weights", "activations", "gradients", "optimizer")
     """The kinds of tensors that it makes sense for."""
+    over_orders: str | None = None
+    """Of a pair: import path of a function of the same arguments that does once what does not depend on the order of the
+    samples of y, and gives the value as a function of that order (`null.Scores`). None: the metric is computed anew for
+    each."""
+    distance: bool = False
+    """Of a pair: whether it is 0 for sides that agree entirely and rises from there; otherwise it is 1 there, and falls."""
 
     @property
     def fits(self) -> tuple[str, ...]:
@@ -93,8 +102,13 @@ class Metric:
             if name not in self.parameters:
                 known = ", ".join(self.parameters) or "none"
                 raise ValueError(f"{name}: not a parameter of this metric, which has: {known}")
-        resolved = {}
+        resolved: dict[str, Value] = {}
         for name, parameter in self.parameters.items():
+            only = parameter.only if isinstance(parameter, Number) else None
+            if only is not None and resolved[only[0]] != only[1]:
+                if name in given:
+                    raise ValueError(f"{name}: is only for {only[0]} {only[1]}")
+                continue
             try:
                 resolved[name] = parameter.checked(given.get(name, parameter.default))
             except ValueError as error:
@@ -129,12 +143,35 @@ class Metric:
             raise Undefined(f"the result is {value}, not a finite number")
         return value if isinstance(value, float) else float(value)
 
+    def scores(self, x: "Matrix", y: "Matrix", **parameters: Value) -> "Scores":
+        """The value of a pair as a function of the order of the samples of y.
+
+        Raises:
+            Undefined, MetricError: as `compute`.
+        """
+        from pico_analyze.components.matrix import Undefined
+        from pico_analyze.metrics.interval import rows_of
+
+        if self.over_orders is None:
+            return lambda order: self.compute(x, rows_of(y, order), **parameters)
+        module, _, function = self.over_orders.partition(":")
+        try:
+            scores: Scores = getattr(import_module(module), function)(x, y, **self.resolve(parameters))
+        except (Undefined, MemoryError):
+            raise
+        except Exception as error:
+            raise MetricError(f"the metric failed: {type(error).__name__}: {error}") from error
+        return scores
+
     def problem(self) -> str | None:
         """Why the metric cannot be used, None where it can; imports its function."""
         if self.consumes not in get_args(Consumes):
             return f"consumes is {self.consumes!r}, not one of {', '.join(get_args(Consumes))}"
-        try:
-            function = plugins.resolved(self.function)
-        except plugins.PluginError as error:
-            return f"function: {error}"
-        return None if callable(function) else f"function: {self.function!r} cannot be called"
+        for name, path in (("function", self.function), ("over_orders", self.over_orders)):
+            try:
+                function = None if path is None else plugins.resolved(path)
+            except plugins.PluginError as error:
+                return f"{name}: {error}"
+            if path is not None and not callable(function):
+                return f"{name}: {path!r} cannot be called"
+        return None

@@ -8,6 +8,7 @@ Legend: n samples, p and q features of x and y.
 """
 
 import math
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import scipy.stats
@@ -15,14 +16,21 @@ import torch
 from torch import Tensor
 
 from pico_analyze.components.matrix import Flagged, Matrix, Undefined, as_matrix, centred, n_samples, singular_values
+from pico_analyze.metrics.null import Scores
 
 _EPSILON = torch.finfo(torch.float64).eps
 
 _TIE = 1e-12
 """Squared distances that agree to this share of the largest are equal: they are known to rounding of it."""
 
+_FEW_FEATURES = 40
+"""Up to p q = 40 n a product of features is faster than a kernel in another order: a multiplication costs about 1/40 of
+moving a number."""
 
-def cka(x: Tensor | Matrix, y: Tensor | Matrix, estimator: str = "debiased", kernel: str = "linear") -> float:
+
+def cka(
+    x: Tensor | Matrix, y: Tensor | Matrix, estimator: str = "debiased", kernel: str = "linear", batch: int = 256
+) -> float:
     """Centred kernel alignment: do ``x`` and ``y`` find the same samples similar?
 
     HSIC(x, y) / sqrt(HSIC(x, x) HSIC(y, y)). ``kernel`` says what K, the similarity of samples, is (L likewise,
@@ -36,48 +44,62 @@ def cka(x: Tensor | Matrix, y: Tensor | Matrix, estimator: str = "debiased", ker
     * ``plug_in``: HSIC = tr(K H L H), with H = 1 - 1/n the centring; |x^T y|_F^2 for linear; in [0, 1];
     * ``debiased``: HSIC = [tr(K' L') + sum(K') sum(L') / ((n - 1) (n - 2)) - 2/(n - 2) sum(K' L')]
       / (n (n - 3)), where K' and L' are K and L with zeros on the diagonal. This HSIC is right on average
-      however few the samples, so the value is about 0 for unrelated features, also below; in [-1, 1].
+      however few the samples, so the value is about 0 for unrelated features, also below; in [-1, 1];
+    * ``minibatch``: HSIC is the mean of the debiased one over minibatches: n // ``batch`` runs of neighbouring samples, as
+      equal as they can be, at least one. On average it is the debiased HSIC, at a cost of n batch instead of n^2
+      similarities.
 
     1 when K and L agree up to scale, 0 (plug-in, linear) when no feature of x correlates with one of y. Symmetric;
-    unchanged by scaling, shifts and orthogonal maps of the features and by one order of samples for both.
-    Undefined when n < 4 (debiased), when all features of a side are constant, where HSIC(x, x) is 0, as for
-    samples that are all equally far apart (debiased), and when half of the samples are equal (rbf). The plug-in
+    unchanged by scaling, shifts and orthogonal maps of the features and by one order of samples for both (minibatch: in
+    one batch). Undefined when n < 4 (but for plug-in), when all features of a side are constant, where HSIC(x, x) is 0, as
+    for samples that are all equally far apart (debiased), and when half of the samples are equal (rbf). The plug-in
     estimate grows towards 1 as n falls and is flagged when n is not above the number of features.
 
     Source: Kornblith et al., "Similarity of neural network representations revisited", ICML 2019, eq. 3 and 4
     for the plug-in, section 3 for the kernels; Song et al., "Feature selection via dependence maximization", JMLR
     13:1393, 2012, the estimator HSIC_1, for the linear kernel without the n x n matrices where the features are
-    fewer.
+    fewer; Nguyen, Raghu and Kornblith, "Do wide and deep networks learn the same things?", ICLR 2021, eq. 2 and 3, for
+    minibatches.
 
     >>> x = torch.tensor([[0.0, 1.0], [2.0, 1.0], [4.0, 0.0], [1.0, 5.0], [3.0, 3.0]])
     >>> round(cka(x, 3 * x.flip(1) + 7), 12), round(cka(x, 3 * x.flip(1) + 7, kernel="rbf"), 12)
     (1.0, 1.0)
     """
-    if estimator not in ("debiased", "plug_in"):
-        raise ValueError(f"estimator: {estimator!r} is not allowed; choose one of debiased, plug_in")
-    if kernel not in ("linear", "rbf"):
-        raise ValueError(f"kernel: {kernel!r} is not allowed; choose one of linear, rbf")
-    a, b = centred(x, "x"), centred(y, "y")
-    n, features = n_samples(a, b), max(a.shape[1], b.shape[1])
-    if estimator == "debiased" and n < 4:
-        raise Undefined(f"{n} samples; unbiased HSIC needs 4")
-    hsic = {
-        ("plug_in", "linear"): _cross,
-        ("debiased", "linear"): _unbiased_hsic,
-        ("plug_in", "rbf"): _plug_in_hsic_of_kernels,
-        ("debiased", "rbf"): _unbiased_hsic_of_kernels,
-    }[estimator, kernel]
-    if kernel == "rbf":
-        a, b = _rbf(a, "x"), _rbf(b, "y")
-    hsic_x, hsic_y = hsic(a, a), hsic(b, b)
-    for name, own, side in (("x", hsic_x, a), ("y", hsic_y, b)):
-        largest = _cross(side, side) if kernel == "linear" else float(side.square().sum())
-        if own <= n * _EPSILON * largest / (n * (n - 3) if estimator == "debiased" else 1):
-            raise Undefined(f"the {'unbiased ' if estimator == 'debiased' else ''}HSIC of {name} with itself is 0")
-    value = min(hsic(a, b) / math.sqrt(hsic_x * hsic_y), 1.0)  # rounding passes it by 1e-16
+    a, b = _sides(x, y, estimator, kernel)
+    n, features = len(a), max(a.shape[1], b.shape[1])
+    xs, ys = (_batches(side, name, estimator, kernel, batch) for name, side in (("x", a), ("y", b)))
+    hsic = _HSIC["plug_in" if estimator == "plug_in" else "debiased", kernel]
+    root = math.sqrt(_own_hsic(xs, "x", estimator, kernel) * _own_hsic(ys, "y", estimator, kernel))
+    value = min(sum(map(hsic, xs, ys)) / len(xs) / root, 1.0)  # rounding passes it by 1e-16
     if estimator == "plug_in" and n <= features:
         return Flagged(value, f"the plug-in estimate is too high: {n} samples of {features} features")
     return value
+
+
+def cka_over_orders(
+    x: Tensor | Matrix, y: Tensor | Matrix, estimator: str = "debiased", kernel: str = "linear", batch: int = 256
+) -> Scores:
+    """`cka` of x and of y in another order, at n^2 or n p q each once both sides are prepared."""
+    a, b = _sides(x, y, estimator, kernel)
+    hsic = _HSIC["plug_in" if estimator == "plug_in" else "debiased", kernel]
+    xs = _batches(a, "x", estimator, kernel, batch)
+    own = _own_hsic(xs, "x", estimator, kernel)
+    if estimator == "minibatch":  # which samples of y share a batch depends on the order
+
+        def of_batches(order: Tensor) -> float:
+            ys = _batches(b[order], "y", estimator, kernel, batch)
+            root = math.sqrt(own * _own_hsic(ys, "y", estimator, kernel))
+            return min(sum(map(hsic, xs, ys)) / len(xs) / root, 1.0)
+
+        return of_batches
+    [k], [l] = xs, _batches(b, "y", estimator, kernel, batch)  # noqa: E741
+    root = math.sqrt(own * _own_hsic([l], "y", estimator, kernel))
+    if kernel == "linear" and a.shape[1] * b.shape[1] <= _FEW_FEATURES * len(a):
+        return lambda order: min(hsic(k, l[order]) / root, 1.0)
+    if kernel == "linear":
+        k, l = k @ k.mT, l @ l.mT  # noqa: E741
+    of_kernels = _HSIC["plug_in" if estimator == "plug_in" else "debiased", "rbf"]
+    return lambda order: min(of_kernels(k, _reordered(l, order)) / root, 1.0)
 
 
 def procrustes(x: Tensor | Matrix, y: Tensor | Matrix) -> float:
@@ -106,13 +128,25 @@ def procrustes(x: Tensor | Matrix, y: Tensor | Matrix) -> float:
     """
     a, b = centred(x, "x"), centred(y, "y")
     n, features = n_samples(a, b), max(a.shape[1], b.shape[1])
-    # With a^T = Q R (thin QR) a is R^T in other coordinates, of at most n features.
-    a, b = (torch.linalg.qr(side.mT, mode="r").R.mT if side.shape[1] > n else side for side in (a, b))
-    nuclear = float(singular_values(a.mT @ b).sum())
-    value = min(nuclear / float(a.norm() * b.norm()), 1.0)  # as above
+    value = _procrustes(a, b)(torch.arange(n))
     if n <= features:
         return Flagged(value, f"too high for few samples: {n} samples of {features} features")
     return value
+
+
+def procrustes_over_orders(x: Tensor | Matrix, y: Tensor | Matrix) -> Scores:
+    """`procrustes` of x and of y in another order: a product and its singular values each."""
+    a, b = centred(x, "x"), centred(y, "y")
+    n_samples(a, b)
+    return _procrustes(a, b)
+
+
+def _procrustes(a: Tensor, b: Tensor) -> Scores:
+    n = len(a)
+    # With a^T = Q R (thin QR) a is R^T in other coordinates, of at most n features.
+    a, b = (torch.linalg.qr(side.mT, mode="r").R.mT if side.shape[1] > n else side for side in (a, b))
+    norms = float(a.norm() * b.norm())
+    return lambda order: min(float(singular_values(a.mT @ b[order]).sum()) / norms, 1.0)  # as above
 
 
 def rsa(x: Tensor | Matrix, y: Tensor | Matrix, correlation: str = "spearman") -> float:
@@ -136,6 +170,11 @@ def rsa(x: Tensor | Matrix, y: Tensor | Matrix, correlation: str = "spearman") -
     >>> round(rsa(x, torch.tensor([[0.0], [4.0], [1.0]])), 12)  # distances 4, 1, 3: ranks 3, 1, 2
     -1.0
     """
+    return rsa_over_orders(x, y, correlation)(torch.arange(as_matrix(x).shape[0]))
+
+
+def rsa_over_orders(x: Tensor | Matrix, y: Tensor | Matrix, correlation: str = "spearman") -> Scores:
+    """`rsa` of x and of y in another order: n^2 each, once the distances are known and ranked."""
     if correlation not in ("spearman", "pearson"):
         raise ValueError(f"correlation: {correlation!r} is not allowed; choose one of spearman, pearson")
     a, b = centred(x, "x"), centred(y, "y")
@@ -150,8 +189,10 @@ def rsa(x: Tensor | Matrix, y: Tensor | Matrix, correlation: str = "spearman") -
         along = along - along.mean()
         if np.abs(along).max() <= _TIE * len(along):
             raise Undefined(f"all samples of {name} are equally far apart")
-        sides.append(along / np.linalg.norm(along))
-    return min(max(float(sides[0] @ sides[1]), -1.0), 1.0)  # as above
+        whole = torch.zeros(n, n, dtype=torch.float64)
+        whole[over, under] = torch.from_numpy(along / np.linalg.norm(along))
+        sides.append(whole + whole.mT)
+    return lambda order: min(max(float((sides[0] * _reordered(sides[1], order)).sum()) / 2, -1.0), 1.0)  # as above
 
 
 def mutual_knn(x: Tensor | Matrix, y: Tensor | Matrix, k: int = 10, distance: str = "cosine") -> float:
@@ -174,6 +215,11 @@ def mutual_knn(x: Tensor | Matrix, y: Tensor | Matrix, k: int = 10, distance: st
     >>> mutual_knn(x, torch.tensor([[0.0], [1.0], [5.0], [2.2]]), k=1, distance="euclidean")  # nearest: 1, 0, 3, 1
     0.5
     """
+    return mutual_knn_over_orders(x, y, k, distance)(torch.arange(as_matrix(x).shape[0]))
+
+
+def mutual_knn_over_orders(x: Tensor | Matrix, y: Tensor | Matrix, k: int = 10, distance: str = "cosine") -> Scores:
+    """`mutual_knn` of x and of y in another order: n^2 each, once the neighbours are found."""
     if distance not in ("cosine", "euclidean"):
         raise ValueError(f"distance: {distance!r} is not allowed; choose one of cosine, euclidean")
     place = centred if distance == "euclidean" else _directions
@@ -181,8 +227,49 @@ def mutual_knn(x: Tensor | Matrix, y: Tensor | Matrix, k: int = 10, distance: st
     n = n_samples(a, b)
     if k >= n - 1:
         raise Undefined(f"{n} samples have no more than {n - 1} neighbours each; k is {k}")
-    shared = torch.minimum(_neighbourhoods(a, k), _neighbourhoods(b, k))
-    return min(float(shared.sum()) / (n * k), 1.0)  # as above
+    near_x, near_y = _neighbourhoods(a, k), _neighbourhoods(b, k)
+    return lambda order: min(float(torch.minimum(near_x, _reordered(near_y, order)).sum()) / (n * k), 1.0)  # as above
+
+
+def _sides(x: Tensor | Matrix, y: Tensor | Matrix, estimator: str, kernel: str) -> tuple[Tensor, Tensor]:
+    """The centred sides of `cka`, where it takes them."""
+    if estimator not in ("debiased", "plug_in", "minibatch"):
+        raise ValueError(f"estimator: {estimator!r} is not allowed; choose one of debiased, plug_in, minibatch")
+    if kernel not in ("linear", "rbf"):
+        raise ValueError(f"kernel: {kernel!r} is not allowed; choose one of linear, rbf")
+    a, b = centred(x, "x"), centred(y, "y")
+    n = n_samples(a, b)
+    if estimator != "plug_in" and n < 4:
+        raise Undefined(f"{n} samples; unbiased HSIC needs 4")
+    return a, b
+
+
+def _batches(a: Tensor, name: str, estimator: str, kernel: str, batch: int) -> list[Tensor]:
+    """What HSIC takes of each batch: the centred features (linear) or the kernel (rbf); without minibatches of all."""
+    batches: Sequence[Tensor] = [a]
+    if estimator == "minibatch" and len(a) >= 2 * batch:
+        batches = [part - part.mean(0) for part in torch.tensor_split(a, len(a) // batch)]
+    return [_rbf(part, name) if kernel == "rbf" else part for part in batches]
+
+
+def _own_hsic(batches: Sequence[Tensor], name: str, estimator: str, kernel: str) -> float:
+    """The HSIC of a side with itself; Undefined where it is 0 but for rounding."""
+    debiased = estimator != "plug_in"
+    hsic = _HSIC["debiased" if debiased else "plug_in", kernel]
+    own = rounding = 0.0
+    for side in batches:
+        n = len(side)
+        largest = _cross(side, side) if kernel == "linear" else float(side.square().sum())
+        own += hsic(side, side) / len(batches)
+        rounding += n * _EPSILON * largest / (n * (n - 3) if debiased else 1) / len(batches)
+    if own <= rounding:
+        raise Undefined(f"the {'unbiased ' if debiased else ''}HSIC of {name} with itself is 0")
+    return own
+
+
+def _reordered(kernel: Tensor, order: Tensor) -> Tensor:
+    """Rows and columns of an (n, n) matrix in another order."""
+    return kernel[order][:, order]
 
 
 def _cross(a: Tensor, b: Tensor) -> float:
@@ -217,6 +304,14 @@ def _unbiased_hsic_of_kernels(k: Tensor, l: Tensor) -> float:  # noqa: E741
     sums_k, sums_l = k.sum(0), l.sum(0)
     trace = (k * l).sum() + sums_k.sum() * sums_l.sum() / ((n - 1) * (n - 2)) - 2 / (n - 2) * (sums_k @ sums_l)
     return float(trace) / (n * (n - 3))
+
+
+_HSIC: dict[tuple[str, str], Callable[[Tensor, Tensor], float]] = {
+    ("plug_in", "linear"): _cross,
+    ("debiased", "linear"): _unbiased_hsic,
+    ("plug_in", "rbf"): _plug_in_hsic_of_kernels,
+    ("debiased", "rbf"): _unbiased_hsic_of_kernels,
+}
 
 
 def _rbf(a: Tensor, name: str) -> Tensor:

@@ -15,7 +15,7 @@ from joblib import Parallel, delayed
 from matplotlib.figure import Figure
 
 from pico_analyze import results
-from pico_analyze.plots import style, views
+from pico_analyze.plots import maps, style, views
 from pico_analyze.plots.axes import X_LABELS
 from pico_analyze.plots.quantities import (
     LOSSES,
@@ -49,8 +49,10 @@ def draw(
 
     ``overview.<format>`` stands at the top, all else in a folder for each quantity, ``<quantity>/<view>.<format>``; a
     quantity is called ``<metric>[-<parameter>]_<component>[-<module>]_<kind>[-<split>]``. Views:
-    ``trajectory-linear`` and ``trajectory-symlog``, for what has layers also ``layers`` and ``heatmap``, and
-    where the table holds losses ``loss``. A quantity without any value is not drawn, and logged.
+    ``trajectory-linear`` and ``trajectory-symlog``, for what has layers also ``layers`` and ``heatmap``, where the
+    table holds losses ``loss``, and where it holds a permutation null ``calibrated``. What compares each step with each has
+    ``step-by-step`` in their place, what compares each layer with each ``layer-by-layer``. A quantity without any
+    value is not drawn, and logged.
 
     Args:
         results_folder: holds ``results.parquet``.
@@ -120,6 +122,9 @@ def _jobs(chosen: Sequence[Quantity], losses: Sequence[Quantity], series: Sequen
     """Path in the folder of pictures, without the format, and maker of every figure."""
     jobs: list[Job] = [("overview", partial(views.overview, views.main_quantities(chosen), series, x))]
     for quantity in chosen:
+        if quantity.view:
+            jobs += [(f"{quantity.name}/{view}", make) for view, make in _maps(quantity, series, x)]
+            continue
         views_of: list[tuple[str, Callable[[], Figure]]] = [
             ("trajectory-linear", partial(views.trajectory, quantity, series, x, symlog=False)),
             ("trajectory-symlog", partial(views.trajectory, quantity, series, x, symlog=True)),
@@ -130,5 +135,18 @@ def _jobs(chosen: Sequence[Quantity], losses: Sequence[Quantity], series: Sequen
         beside = [loss for loss in losses if loss.has_values(quantity.rows["member"])]
         if beside and quantity.metric not in LOSSES:
             views_of.append(("loss", partial(views.beside_loss, quantity, series, x, beside)))
+        if quantity.has("calibrated"):
+            views_of.append(("calibrated", partial(views.trajectory, quantity.calibrated(), series, x, symlog=True)))
         jobs += [(f"{quantity.name}/{view}", make) for view, make in views_of]
     return jobs
+
+
+def _maps(quantity: Quantity, series: Sequence[Series], x: Horizontal) -> list[tuple[str, Callable[[], Figure]]]:
+    """The pictures of a quantity that compares each step, or each layer, with each."""
+    draw_map, name = (maps.steps, "step-by-step") if quantity.view == "steps" else (maps.layers, "layer-by-layer")
+    views_of: list[tuple[str, Callable[[], Figure]]] = [(name, partial(draw_map, quantity, series, x))]
+    if quantity.view == "steps" and quantity.rows["layer"].nunique() > 1:
+        views_of.append((f"{name}-in-layers", partial(maps.steps_in_layers, quantity, series, x)))
+    if quantity.has("calibrated"):
+        views_of.append((f"{name}-calibrated", partial(draw_map, quantity.calibrated(), series, x)))
+    return views_of

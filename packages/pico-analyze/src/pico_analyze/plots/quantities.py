@@ -10,13 +10,16 @@ import json
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from textwrap import shorten
 from typing import Any, Literal
 
 import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
+
+from pico_analyze.plots.comparisons import compared
+from pico_analyze.results import ADDED
 
 Horizontal = Literal["step", "tokens"]
 
@@ -80,7 +83,8 @@ COMPONENTS = {"ov_circuit": "OV circuit", "qk_circuit": "QK circuit", "full_ov_c
 LOSSES = ("val_loss", "train_loss")  # the loss that stands for both comes first
 
 SEEDS = ["weights_seed", "data_seed", "dropout_seed"]
-KEYS = ["metric", "parameters", "kind", "component", "module", "split", "reference", "per_head"]
+KEYS = ["metric", "parameters", "kind", "component", "module", "split", "reference", "view", "per_head"]
+SETTINGS = {"permutation_null": "null", "bootstrap": "interval"}  # parameters that change no value, in file names
 
 
 @dataclass(frozen=True)
@@ -115,6 +119,25 @@ class Quantity:
         """Whether it has a value, in these runs or in any."""
         rows = self.rows if members is None else self.rows[self.rows["member"].isin(members)]
         return bool(rows["y"].notna().any())
+
+    @property
+    def view(self) -> str:
+        """Over training (empty), or one side of a comparison by the other: steps, layers."""
+        return str(self.rows["view"].iloc[0])
+
+    def has(self, column: str) -> bool:
+        """Whether there is a null or an interval."""
+        return bool(self.rows[column].notna().any())
+
+    def calibrated(self) -> "Quantity":
+        """The values against their null, in the place of the values."""
+        bare = self.bare()
+        rows = bare.rows.assign(y=self.rows["calibrated"])
+        return replace(bare, title=f"calibrated {self.title}", limits=(0.0, 1.0), log=False, rows=rows)
+
+    def bare(self) -> "Quantity":
+        """The values alone, without null and interval."""
+        return replace(self, rows=self.rows.assign(**dict.fromkeys(ADDED, np.nan)))
 
     @property
     def per_head(self) -> bool:
@@ -163,14 +186,20 @@ def prepare(table: pd.DataFrame, x: Horizontal) -> tuple[pd.DataFrame, list[Seri
     """The table with what drawing needs beside its own columns, and the series, smallest model first.
 
     Adds ``member`` (number of the run), ``series`` (index of its series), ``x`` and ``y`` (floats; y is nan
-    where there is no value), ``per_head`` and ``reference`` (in words). Rows without an x are dropped.
+    where there is no value), ``per_head``, and by `comparisons.compared` ``reference`` (in words) and ``view``, with
+    ``reference_x``, the x of the reference. Rows without an x are dropped.
     """
     rows = table.copy()
     rows["member"] = rows.groupby(["run", "run_id"], dropna=False, sort=True).ngroup()
     rows["x"] = _tokens(rows) if x == "tokens" else rows["step"].to_numpy(dtype=float)
     rows["y"] = rows["value"].to_numpy(dtype=float, na_value=np.nan)
     rows["per_head"] = rows["head"].notna()
-    rows["reference"] = _references(rows)
+    for name in ADDED:
+        rows[name] = rows[name].to_numpy(dtype=float, na_value=np.nan)
+    rows["reference_x"] = (
+        _tokens_of_reference(rows) if x == "tokens" else rows["reference_step"].to_numpy(float, na_value=np.nan)
+    )
+    rows = compared(rows)
     for key in ("parameters", "module", "split"):
         rows[key] = rows[key].fillna("")
     rows = rows[rows["x"].notna()]
@@ -189,22 +218,14 @@ def _tokens(rows: pd.DataFrame) -> NDArray[np.float64]:
     return filled
 
 
-def _references(rows: pd.DataFrame) -> "pd.Series[str]":
-    """What each row is compared with, in words, so that the rows of a quantity share them.
-
-    The run is left out where every run is compared with itself, and so is the step where each run is compared
-    with its last one and these differ.
-    """
-    keys = [rows[key] for key in ("metric", "parameters", "kind", "component", "module", "split")]
-    steps = rows["reference_step"].map(lambda step: f"step {step}", na_action="ignore").astype(object)
-    last = rows["reference_step"].eq(rows.groupby("member")["step"].transform("max")).fillna(False)
-    n_last = rows["reference_step"].where(last).groupby(keys, dropna=False).transform("nunique")
-    steps = steps.mask(last & (n_last > 1), "the last step")
-    other = rows["reference_run"].notna() & rows["reference_run"].ne(rows["run"])
-    elsewhere = other.groupby([*keys, rows["reference_step"]], dropna=False).transform("any")
-    runs = "run " + rows["reference_run"].astype(object)
-    named = runs.where(steps.isna(), runs + " at " + steps)
-    return steps.where(~elsewhere, named).fillna("")
+def _tokens_of_reference(rows: pd.DataFrame) -> NDArray[np.float64]:
+    """Those of the same step of the reference's run; where the table has no row of that run, of any run."""
+    by_run = rows.drop_duplicates(["run", "step"]).set_index(["run", "step"])["x"]
+    by_step = rows.drop_duplicates("step").set_index("step")["x"]
+    exact = by_run.reindex(pd.MultiIndex.from_frame(rows[["reference_run", "reference_step"]])).to_numpy(dtype=float)
+    near = by_step.reindex(rows["reference_step"]).to_numpy(dtype=float)
+    tokens: NDArray[np.float64] = np.where(np.isnan(exact), near, exact)
+    return tokens
 
 
 def _series(rows: pd.DataFrame) -> tuple[list[Series], dict[int, int]]:
@@ -247,7 +268,8 @@ def size_label(n_parameters: float) -> str:
 
 def quantities_of(rows: pd.DataFrame) -> list[Quantity]:
     """The quantities in a prepared table, in the order of METRICS."""
-    several = rows.groupby("metric")["parameters"].nunique() > 1
+    own = pd.Series([json.dumps(_parameters({"parameters": text})) for text in rows["parameters"]], index=rows.index)
+    several = own.groupby(rows["metric"]).nunique() > 1
     modules = rows.groupby("component")["module"].nunique()
     found: list[Quantity] = []
     for key, group in rows.groupby(KEYS, sort=True):
@@ -272,13 +294,19 @@ def quantities_of(rows: pd.DataFrame) -> list[Quantity]:
 
 
 def _title(words: str, of: dict[str, Any], *, show_parameters: bool) -> str:
-    parameters: dict[str, Any] = json.loads(of["parameters"] or "{}")
+    parameters = _parameters(of)
     named = NAMED_BY_PARAMETER.get(of["metric"], {})
     for name in [name for name in parameters if parameters[name] in named]:
         words = named[parameters.pop(name)]
     if not (show_parameters and parameters):
         return words
     return f"{words} ({', '.join(f'{name} {value}' for name, value in parameters.items())})"
+
+
+def _parameters(of: dict[str, Any]) -> dict[str, Any]:
+    """Those that a value depends on."""
+    parameters: dict[str, Any] = json.loads(of["parameters"] or "{}")
+    return {name: value for name, value in parameters.items() if name not in SETTINGS}
 
 
 def _subject(of: dict[str, Any], *, several_modules: bool) -> str:
@@ -299,8 +327,9 @@ def _file_name(of: dict[str, Any], taken: set[str]) -> str:
     A name that is too long, or in lower case is one of ``taken``, ends in a hash.
     """
     first: list[str] = [of["metric"]]
-    for name, value in json.loads(of["parameters"] or "{}").items():
+    for name, value in _parameters(of).items():
         first.append(str(value) if isinstance(value, str) else f"{name}-{json.dumps(value)}")
+    first += [word for name, word in SETTINGS.items() if name in json.loads(of["parameters"] or "{}")]
     if of["reference"]:
         first.append(f"vs-{of['reference']}")
     second = [of["component"], of["module"], "heads" if of["per_head"] else ""]

@@ -1,5 +1,6 @@
 """The pictures: a quantity in, a figure out. Each view is one function."""
 
+import json
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -33,7 +34,7 @@ def trajectory(quantity: Quantity, series: Sequence[Series], x: Horizontal, *, s
     _lines(axes, quantity, series, x, symlog=symlog, banded=quantity.in_layers)
     axes.set_ylabel(style.wrap(quantity.label, 2.0))
     style.legend(figure, *_present(quantity.rows, series))
-    style.footnote(figure, _spread(quantity), remarks(quantity.rows), _hollow(quantity.rows))
+    style.footnote(figure, _spread(quantity), _settings(quantity), remarks(quantity.rows), _hollow(quantity.rows))
     return figure
 
 
@@ -56,10 +57,12 @@ def layers(quantity: Quantity, series: Sequence[Series], x: Horizontal) -> Figur
         lowest = place + n_columns >= len(numbers)
         axes.tick_params(labelbottom=lowest)
         scale_x(axes, rows["x"].to_numpy(), x, symlog=True, label=lowest)
+    drawn += _ends(rows)
     scale_y(grid[0, 0], drawn, quantity)
-    figure.supylabel(style.wrap(_over_heads(quantity), 0.4 + 1.2 * n_rows))
+    figure.supylabel(style.wrap(over_heads(quantity), 0.4 + 1.2 * n_rows))
     style.legend(figure, *_present(rows, series))
-    style.footnote(figure, remarks(quantity.rows), _hollow(quantity.rows, within="layer"))
+    settings = _settings(quantity, "layer")
+    style.footnote(figure, settings, remarks(quantity.rows), _hollow(quantity.rows, within="layer"))
     return figure
 
 
@@ -74,7 +77,7 @@ def heat_map(quantity: Quantity, series: Sequence[Series], x: Horizontal) -> Fig
     figure = style.figure(width, 0.75 + n_rows * min(3.0, max(1.2, 0.35 + 0.13 * n_layers)))
     grid = figure.subplots(n_rows, n_columns, sharey=True, squeeze=False)
     tables = [_layer_table(rows[rows["series"] == index]) for index in present]
-    norm = _colour_scale(tables, quantity)
+    norm = colour_scale(tables, quantity)
     for place, axes in enumerate(grid.flat):
         if place >= len(present):
             axes.remove()
@@ -85,13 +88,10 @@ def heat_map(quantity: Quantity, series: Sequence[Series], x: Horizontal) -> Fig
         if place % n_columns == 0:
             axes.set_ylabel("layer")
     bar = figure.colorbar(image, ax=figure.axes, pad=0.02, aspect=18 * n_rows)
-    bar.set_label(style.wrap(_over_heads(quantity), figure.get_figheight() - 0.6))
+    bar.set_label(style.wrap(over_heads(quantity), figure.get_figheight() - 0.6))
     bar.outline.set_visible(False)
     if quantity.log:
-        low, high = norm.vmin or 1.0, norm.vmax or 1.0
-        bar.set_ticks(log_ticks(low, high))
-        bar.ax.yaxis.set_major_formatter(log_format(low, high))
-        bar.ax.minorticks_off()
+        log_bar(bar, norm)
     averaged = "Median over runs." if any(series[index].n_runs > 1 for index in present) else ""
     ringed = "Ring: flagged." if rows["status"].eq("flagged").any() else ""
     blank = "Grey: no value." if any(np.isnan(table.to_numpy()).any() for table in tables) else ""
@@ -132,7 +132,7 @@ def overview(chosen: Sequence[Quantity], series: Sequence[Series], x: Horizontal
             continue
         quantity = chosen[place]
         lowest = place + n_columns >= len(chosen)
-        _lines(axes, quantity, series, x, symlog=True, banded=quantity.in_layers, label=lowest)
+        _lines(axes, quantity.bare(), series, x, symlog=True, banded=quantity.in_layers, label=lowest)
         width = figure.get_figwidth() / n_columns - 0.2
         words = (quantity.title, quantity.subject or quantity.unit)
         axes.set_title("\n".join(style.wrap(part, width) for part in words if part))
@@ -148,7 +148,8 @@ def main_quantities(found: Sequence[Quantity], n: int = 12) -> list[Quantity]:
     losses = [quantity for quantity in found if quantity.metric in LOSSES]
     titles: dict[str, list[Quantity]] = {}
     for quantity in sorted(found, key=lambda quantity: quantity.per_head):
-        if quantity.metric not in LOSSES:
+        shown = {other.label for group in titles.values() for other in group}
+        if quantity.metric not in LOSSES and not quantity.view and quantity.label not in shown:
             titles.setdefault(quantity.title, []).append(quantity)
     turns = [group[turn] for turn in range(len(found)) for group in titles.values() if turn < len(group)]
     chosen = losses[:1] + turns[: n - len(losses[:1])]
@@ -173,8 +174,15 @@ def _lines(
             if len(rows):
                 style.bands(axes, pooled := summarise(rows), stroke)
                 drawn.append(pooled.levels)
+    drawn += _ends(quantity.rows)
     scale_x(axes, quantity.rows["x"].to_numpy(), x, symlog=symlog, label=label)
     scale_y(axes, drawn, quantity)
+
+
+def _ends(rows: pd.DataFrame) -> list[NDArray[np.float64]]:
+    """What else the axis must hold: intervals and nulls."""
+    values = rows[["low", "high", "null_quantile"]].to_numpy(dtype=float)
+    return [values] if np.isfinite(values).any() else []
 
 
 def _medians(axes: Axes, rows: pd.DataFrame, series: Sequence[Series], *, faint: bool = False) -> list[Summary]:
@@ -184,11 +192,44 @@ def _medians(axes: Axes, rows: pd.DataFrame, series: Sequence[Series], *, faint:
     for _, run in rows.groupby(["series", "member"], sort=True):
         stroke = strokes[run["series"].iloc[0]]
         summaries.append(summary := summarise(run))
+        _uncertainty(axes, run, stroke)
         if faint:
             axes.plot(summary.x, summary.median, stroke.dash, color=stroke.colour, alpha=0.45, linewidth=0.6)
         else:
             style.line(axes, summary.x, summary.median, summary.hollow, stroke)
     return summaries
+
+
+def _uncertainty(axes: Axes, rows: pd.DataFrame, stroke: Stroke) -> None:
+    """The interval of a single value as a band; what unrelated samples hardly pass as a dotted line, in the median."""
+    if rows["low"].notna().any() and not rows["x"].duplicated().any():
+        ends = rows.sort_values("x")
+        axes.fill_between(
+            ends["x"].to_numpy(),
+            ends["low"].to_numpy(),
+            ends["high"].to_numpy(),
+            color=stroke.colour,
+            alpha=0.2,
+            linewidth=0,
+        )
+    if rows["null_quantile"].notna().any():
+        limit = rows.groupby("x")["null_quantile"].median()
+        axes.plot(limit.index.to_numpy(), limit.to_numpy(), ":", color=stroke.colour, linewidth=0.6)
+
+
+def _settings(quantity: Quantity, *panel: str) -> str:
+    """What the band of an interval and the line of a null stand for, in panels for each ``panel``."""
+    parameters = json.loads(quantity.rows["parameters"].iloc[0] or "{}")
+    words = []
+    if (bootstrap := parameters.get("bootstrap")) and not quantity.rows.duplicated(["member", "x", *panel]).any():
+        words.append(f"Band: {100 * bootstrap['level']:g} % interval from halves of the {_units(bootstrap)}.")
+    if (null := parameters.get("permutation_null")) and quantity.has("null_quantile"):
+        words.append(f"Dotted: {100 * null['quantile']:g} % quantile with permuted {_units(null)}.")
+    return " ".join(words)
+
+
+def _units(settings: dict[str, Any]) -> str:
+    return "sequences" if settings["unit"] == "sequence" else "rows"
 
 
 def _layer_table(rows: pd.DataFrame) -> pd.DataFrame:
@@ -197,13 +238,22 @@ def _layer_table(rows: pd.DataFrame) -> pd.DataFrame:
     return cells.reindex(range(int(cells.index.max()) + 1)).astype(float)
 
 
-def _colour_scale(tables: Sequence[pd.DataFrame], quantity: Quantity) -> Normalize:
+def colour_scale(tables: Sequence[pd.DataFrame], quantity: Quantity) -> Normalize:
+    """One scale for all panels."""
     values = np.concatenate([table.to_numpy().ravel() for table in tables])
     low, high = float(np.nanmin(values)), float(np.nanmax(values))
     shown = value_range([values], quantity)
     if high - low < 0.1 * (shown[1] - shown[0]):  # do not stretch the colours over rounding errors
         low, high = shown
     return LogNorm(low, high) if quantity.log else Normalize(low, high)
+
+
+def log_bar(bar: Any, norm: Normalize) -> None:
+    """The ticks of a logarithmic colour bar."""
+    low, high = norm.vmin or 1.0, norm.vmax or 1.0
+    bar.set_ticks(log_ticks(low, high))
+    bar.ax.yaxis.set_major_formatter(log_format(low, high))
+    bar.ax.minorticks_off()
 
 
 def _heat_panel(axes: Axes, table: pd.DataFrame, rows: pd.DataFrame, norm: Normalize) -> Any:
@@ -238,7 +288,8 @@ def _present(rows: pd.DataFrame, series: Sequence[Series]) -> tuple[list[Series]
     return [one for one, _ in pairs], [stroke for _, stroke in pairs]
 
 
-def _over_heads(quantity: Quantity) -> str:
+def over_heads(quantity: Quantity) -> str:
+    """The label of a picture that shows the median over heads."""
     return quantity.label.replace(", per head", ", median over heads") if quantity.per_head else quantity.label
 
 
