@@ -53,7 +53,8 @@ def demo(session: nox.Session) -> None:
 @nox.session
 def tests(session: nox.Session) -> None:
     """Run all tests."""
-    install(session, *PACKAGES, "-e", "packages/pico-train[trackers]", *nox.project.dependency_groups(GROUPS, "test"))
+    extras = ("-e", "packages/pico-train[trackers]", "-e", "packages/pico-analyze[dask]")
+    install(session, *PACKAGES, *extras, *nox.project.dependency_groups(GROUPS, "test"))
     session.run("pytest", *session.posargs)
 
 

@@ -116,6 +116,7 @@ def test_a_row_says_everything(run_folder):
         "weights_seed": 0, "data_seed": 1, "dropout_seed": 2, "step": 10, "tokens": 320,
         "split": "val", "kind": "activations", "component": "ov_circuit", "module": "attention", "layer": 1, "head": 0,
         "metric": "cka", "parameters": '{"estimator": "debiased", "kernel": "linear"}', "reference_run": "demo", "reference_step": 0,
+            "reference_layer": None, "reference_head": None,
         "value": 0, "n": 24, "d": 16, "dtype": "BF16+F32", "status": "ok", "reason": None,
         "content_hash": "", "reference_hash": "",
     }  # fmt: skip

@@ -40,6 +40,7 @@ ORDER = {
     "pico_analyze": [
         "strict_yaml",
         "config",
+        "device",
         "checkpoint",
         "plugins",
         "components",
@@ -48,6 +49,7 @@ ORDER = {
         "plan",
         "measure",
         "spread",
+        "cluster",
         "analysis",
         "plots",
         "run",

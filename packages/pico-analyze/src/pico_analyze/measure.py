@@ -39,6 +39,8 @@ class Work:
     run: Run
     step: int
     cells: Sequence[Cell]
+    device: str = "cpu"
+    """Where the linear algebra is done, as torch names it."""
 
     @property
     def name(self) -> str:
@@ -58,7 +60,7 @@ def measure(work: Work, references: References) -> Measured:
     by_matrix: dict[Key, list[Cell]] = defaultdict(list)
     for cell in work.cells:
         by_matrix[_matrix_key(cell)].append(cell)
-    checkpoint = work.run.checkpoint(work.step)
+    checkpoint = work.run.checkpoint(work.step, work.device)
     for group in by_matrix.values():
         try:
             pieces = _pieces(group[0].measurement.source.component, checkpoint, group[0].selection)
@@ -73,7 +75,7 @@ def measure(work: Work, references: References) -> Measured:
         changes: dict[int | None, list[Piece]] = {}  # the matrices less those of another step, by that step
         for cell in group:
             try:
-                others = _reference(work.run, cell, references)
+                others = _reference(work, cell, references)
             except CheckpointError as error:
                 measured[cell.key] = missing(cell, f"the reference: {error}")
                 continue
@@ -93,17 +95,19 @@ def measure(work: Work, references: References) -> Measured:
 def _matrix_key(cell: Cell) -> Key:
     """What the cells have in common that measure the same matrices of a checkpoint."""
     source, selection = cell.measurement.source, cell.selection
-    return source.name, source.kind, source.split, source.order, selection.module, selection.layer
+    place = selection.module, selection.layer, selection.reference_layer
+    return source.name, source.kind, source.split, source.order, *place
 
 
-def _reference(run: Run, cell: Cell, references: References) -> list[list[Piece]]:
+def _reference(work: Work, cell: Cell, references: References) -> list[list[Piece]]:
     """The matrices that those of the cell are compared with, as the one element; empty without any."""
-    step = cell.measurement.reference_step(run)
+    step = cell.measurement.reference_step(work.run)
     if step is None or cell.reference is None:
         return []
-    key = (run.identity.run_id, *_matrix_key(cell), step)
+    key = (work.run.identity.run_id, *_matrix_key(cell), step, work.device)
     if key not in references:
-        references[key] = _pieces(cell.measurement.source.component, run.checkpoint(step), cell.reference)
+        checkpoint = work.run.checkpoint(step, work.device)
+        references[key] = _pieces(cell.measurement.source.component, checkpoint, cell.reference)
     return [references[key]]
 
 

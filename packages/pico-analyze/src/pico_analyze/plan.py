@@ -94,6 +94,7 @@ class Cell:
             self.measurement.row_parameters,
             None if reference_step is None else self.run.name,
             reference_step,
+            self.selection.reference_layer,
         )
 
     @property
@@ -304,7 +305,7 @@ def _cells(
 ) -> Iterator[Cell]:
     """What each measurement is at each step, or why it is missing there."""
     held, still = holders(run), StandingStill.of(run)
-    found: dict[tuple[Source, int], dict[tuple[str, int | None], Selection] | str] = {}
+    found: dict[tuple[Source, int], dict[Place, Selection] | str] = {}
 
     def find(source: Source, step: int, like: Selection) -> Selection | str:
         if (source, step) not in found:
@@ -312,7 +313,7 @@ def _cells(
         there = found[source, step]
         if isinstance(there, str):
             return there
-        return there.get((like.module, like.layer), f"step {step} does not have it")
+        return there.get(_place(like), f"step {step} does not have it")
 
     for step in steps_of(run, config):
         for measurement in measurements:
@@ -331,8 +332,16 @@ def _cells(
                 yield Cell(run, step, measurement, here, there, missing, same_as)
 
 
-def _select(run: Run, source: Source, step: int) -> dict[tuple[str, int | None], Selection] | str:
-    """What the source finds at a step, by module and layer; or why it finds nothing."""
+Place = tuple[str, int | None, int | None]
+
+
+def _place(selection: Selection) -> Place:
+    """What tells a selection from the others of its source: module, layer, reference layer."""
+    return selection.module, selection.layer, selection.reference_layer
+
+
+def _select(run: Run, source: Source, step: int) -> dict[Place, Selection] | str:
+    """What the source finds at a step, by place; or why it finds nothing."""
     if step in run.skipped:
         return run.skipped[step]
     if step not in run.manifests:
@@ -341,4 +350,4 @@ def _select(run: Run, source: Source, step: int) -> dict[tuple[str, int | None],
         selections = _selections(source, run.manifests[step])
     except ComponentError as error:
         return f"step {step}: {error}"
-    return {(selection.module, selection.layer): selection for selection in selections}
+    return {_place(selection): selection for selection in selections}

@@ -14,7 +14,16 @@ import scipy.stats
 import torch
 from torch import Tensor
 
-from pico_analyze.components.matrix import Flagged, Matrix, Undefined, as_matrix, centred, n_samples, singular_values
+from pico_analyze.components.matrix import (
+    Flagged,
+    Matrix,
+    Undefined,
+    as_matrix,
+    centred,
+    gram,
+    n_samples,
+    singular_values,
+)
 
 _EPSILON = torch.finfo(torch.float64).eps
 
@@ -44,8 +53,8 @@ def cka(x: Tensor | Matrix, y: Tensor | Matrix, estimator: str = "debiased", ker
     samples that are all equally far apart (debiased), and when half of the samples are equal (rbf). The plug-in
     estimate grows towards 1 as n falls and is flagged when n is not above the number of features.
 
-    Source: Kornblith et al., "Similarity of neural network representations revisited", ICML 2019, eq. 3 and 4
-    for the plug-in, section 3 for the kernels; Song et al., "Feature selection via dependence maximization", JMLR
+    Source: Kornblith et al., "Similarity of neural network representations revisited", ICML 2019, for the
+    plug-in and the kernels; Song et al., "Feature selection via dependence maximization", JMLR
     13:1393, 2012, the estimator HSIC_1, for the linear kernel without the n x n matrices where the features are
     fewer.
 
@@ -71,7 +80,9 @@ def cka(x: Tensor | Matrix, y: Tensor | Matrix, estimator: str = "debiased", ker
         a, b = _rbf(a, "x"), _rbf(b, "y")
     hsic_x, hsic_y = hsic(a, a), hsic(b, b)
     for name, own, side in (("x", hsic_x, a), ("y", hsic_y, b)):
-        largest = _cross(side, side) if kernel == "linear" else float(side.square().sum())
+        largest = (
+            float(side.square().sum()) if kernel == "rbf" else own if estimator == "plug_in" else _cross(side, side)
+        )
         if own <= n * _EPSILON * largest / (n * (n - 3) if estimator == "debiased" else 1):
             raise Undefined(f"the {'unbiased ' if estimator == 'debiased' else ''}HSIC of {name} with itself is 0")
     value = min(hsic(a, b) / math.sqrt(hsic_x * hsic_y), 1.0)  # rounding passes it by 1e-16
@@ -94,8 +105,8 @@ def procrustes(x: Tensor | Matrix, y: Tensor | Matrix) -> float:
     The value v gives both distances of the literature: arccos(v) is the angular one of Williams et al., 2 - 2 v
     that of Ding et al. for sides of unit norm.
 
-    Source: Williams et al., "Generalized shape metrics on neural representations", NeurIPS 2021, eq. 4 with the
-    centring and norm of its section 2.2; Ding, Denain and Steinhardt, "Grounding representation similarity with
+    Source: Williams et al., "Generalized shape metrics on neural representations", NeurIPS 2021, with
+    centring and unit norm; Ding, Denain and Steinhardt, "Grounding representation similarity with
     statistical testing", NeurIPS 2021.
 
     >>> x = torch.tensor([[1.0, 0.0], [-1.0, 0.0], [0.0, 2.0], [0.0, -2.0]])
@@ -145,7 +156,7 @@ def rsa(x: Tensor | Matrix, y: Tensor | Matrix, correlation: str = "spearman") -
     over, under = torch.triu_indices(n, n, offset=1)
     sides = []
     for name, side in (("x", a), ("y", b)):
-        squares = _squared_distances(side)[over, under].numpy()
+        squares = _squared_distances(side)[over, under].cpu().numpy()
         along = scipy.stats.rankdata(squares) if correlation == "spearman" else np.sqrt(squares)
         along = along - along.mean()
         if np.abs(along).max() <= _TIE * len(along):
@@ -167,7 +178,7 @@ def mutual_knn(x: Tensor | Matrix, y: Tensor | Matrix, k: int = 10, distance: st
     euclidean. Undefined unless k < n - 1, since otherwise all samples are neighbours; when all samples of a side are
     equal, or point the same way; when a row is zero and so has no direction (cosine).
 
-    Source: Huh et al., "The platonic representation hypothesis", ICML 2024, appendix A, for cosine; they break ties
+    Source: Huh et al., "The platonic representation hypothesis", ICML 2024, for cosine; they break ties
     by the order of samples.
 
     >>> x = torch.tensor([[0.0], [1.0], [2.1], [3.3]])  # nearest: 1, 0, 1, 2
@@ -188,6 +199,8 @@ def mutual_knn(x: Tensor | Matrix, y: Tensor | Matrix, k: int = 10, distance: st
 def _cross(a: Tensor, b: Tensor) -> float:
     """|a^T b|_F^2 = tr(a a^T b b^T), over features or over samples, whichever costs less."""
     n, p, q = len(a), a.shape[1], b.shape[1]
+    if a is b:
+        return float(gram(a if p <= n else a.mT).square().sum())
     if p * q <= n * (p + q):
         return float((a.mT @ b).square().sum())
     return float(((a @ a.mT) * (b @ b.mT)).sum())
@@ -223,7 +236,7 @@ def _rbf(a: Tensor, name: str) -> Tensor:
     """The Gaussian kernel of the samples, (n, n), its width the median of the distances between them."""
     squares = _squared_distances(a)
     over, under = torch.triu_indices(len(a), len(a), offset=1)
-    width = float(np.median(np.sqrt(squares[over, under].numpy()))) if len(a) > 1 else 0.0
+    width = float(np.median(np.sqrt(squares[over, under].cpu().numpy()))) if len(a) > 1 else 0.0
     if width == 0:
         raise Undefined(f"most samples of {name} are equal: the median distance is 0")
     return torch.exp(squares / (-2 * width**2))
