@@ -55,7 +55,8 @@ def demo(session: nox.Session) -> None:
 @nox.session
 def tests(session: nox.Session) -> None:
     """Run all tests, a process per core, each with one thread: threads of several would stand in each other's way."""
-    install(session, *PACKAGES, "-e", "packages/pico-train[trackers]", *nox.project.dependency_groups(GROUPS, "test"))
+    extras = ("-e", "packages/pico-train[trackers]", "-e", "packages/pico-analyze[dask]")
+    install(session, *PACKAGES, *extras, *nox.project.dependency_groups(GROUPS, "test"))
     session.run("pytest", "-n", "auto", "--dist", "loadfile", *session.posargs, env={"OMP_NUM_THREADS": "1"})
 
 

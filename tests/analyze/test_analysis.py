@@ -114,6 +114,7 @@ def test_a_row_says_everything(run_folder):
     assert {name for name, value in row.items() if pd.isna(value)} == {
         "suite",
         "reason",
+        "reference_head",
         *ADDED,
     }  # no null, no interval
     assert row | dict.fromkeys(ADDED) | {"value": 0, "content_hash": "", "reference_hash": ""} == {
@@ -121,7 +122,7 @@ def test_a_row_says_everything(run_folder):
         "weights_seed": 0, "data_seed": 1, "dropout_seed": 2, "step": 10, "tokens": 320,
         "split": "val", "kind": "activations", "component": "ov_circuit", "module": "attention", "layer": 1, "head": 0,
         "metric": "cka", "parameters": '{"estimator": "debiased", "kernel": "linear"}', "reference_run": "demo", "reference_step": 0,
-        "reference_layer": 1, **dict.fromkeys(ADDED),
+        "reference_layer": 1, "reference_head": None, **dict.fromkeys(ADDED),
         "value": 0, "n": 24, "d": 16, "dtype": "BF16+F32", "status": "ok", "reason": None,
         "content_hash": "", "reference_hash": "",
     }  # fmt: skip

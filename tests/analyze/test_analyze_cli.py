@@ -449,7 +449,8 @@ def test_the_published_demo_runs_on_a_run_of_ours(make_run, make_shape):
 
 @pytest.mark.parametrize("path", sorted(OURS.glob("*.yaml")), ids=lambda path: path.stem)
 def test_our_files_run(path, make_run):
-    make_run("demo-tiny", suite="demo", steps=(0, 1))
+    for name in ("demo-tiny", "demo-small"):
+        make_run(name, suite="demo", steps=(0, 1))
     assert ", 0 missing" in call("run", path).stdout
 
 

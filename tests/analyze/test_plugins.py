@@ -340,3 +340,68 @@ def test_a_component_that_cannot_select_is_refused(run_folder, plugin):
     broken = TWICE.replace("class Twice(Simple):", "class Twice(Simple):\n    def select(self, manifest): return [3]\n")
     with pytest.raises(ValueError, match="run demo: the component failed: it selects a int, not a Selection"):
         measured(run_folder, metric("gini", SIMPLE | {"component_name": "twice"}), plugins=[plugin("broken", broken)])
+
+
+# --- entry points
+
+
+@pytest.fixture
+def package(folder, monkeypatch):
+    """``package("dist", entries)``: an installed distribution with these entry points of the group."""
+    site = folder / "site"
+    site.mkdir()
+    monkeypatch.syspath_prepend(site)
+
+    def install(name, entries, version="1.2"):
+        information = site / f"{name}-{version}.dist-info"
+        information.mkdir()
+        (information / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+        lines = [f"{entry} = {value}\n" for entry, value in entries.items()]
+        (information / "entry_points.txt").write_text("[pico_analyze.plugins]\n" + "".join(lines))
+        return site
+
+    return install
+
+
+def test_a_plugin_of_an_installed_package(run_folder, package, folder):
+    site = package("heavy-metrics", {"heavy": "heavy_metrics.pico", "spare": "heavy_metrics.other"})
+    (site / "heavy_metrics").mkdir()
+    (site / "heavy_metrics" / "__init__.py").write_text("")
+    (site / "heavy_metrics" / "pico.py").write_text(LARGEST.replace("NAME", "heaviest"))
+    assert "heaviest" not in load_metrics()  # an analysis says what it uses
+    frame = measured(run_folder, metric("heaviest"), plugins=["heavy"])
+    spectral = measured(run_folder, metric("norm", norm_type="spectral"), plugins=[])
+    assert frame["value"].to_list() == spectral["value"].to_list()
+    lines = [line.split() for line in call("ls", "plugins").stdout.splitlines()]
+    assert lines[0] == ["plugin", "module", "package", "version"]
+    assert ["heavy", "heavy_metrics.pico", "heavy-metrics", "1.2"] in lines
+    (folder / "uses.yaml").write_text("plugins: [heavy]\n")
+    assert "heaviest: largest singular value" in call("ls", "metrics", "--config", "uses.yaml").stdout
+
+
+def test_entry_points_reach_other_processes(run_folder, package, monkeypatch):
+    site = package("heavy-metrics", {"heavy": "heavy_pico"})
+    (site / "heavy_pico.py").write_text(LARGEST.replace("NAME", "heaviest"))
+    monkeypatch.setenv("PYTHONPATH", str(site), prepend=":")
+    config = {"metrics": [metric("heaviest")], "plugins": ["heavy"], "steps": [0, 1]}
+    assert analyze(run_folder, config, jobs=2).equals(analyze(run_folder, config))
+
+
+@pytest.mark.parametrize(
+    ("entries", "message"),
+    [
+        ({"heavy": "no_such_module"}, "plugins: heavy cannot be imported: No module named 'no_such_module'"),
+        ({"heavy": "heavy_pico:METRICS"}, r"its entry point is 'heavy_pico:METRICS'; it has to be a module"),
+    ],
+)
+def test_an_entry_point_that_cannot_be_used(package, entries, message):
+    package("heavy-metrics", entries)
+    with pytest.raises(PluginError, match=message):
+        load_metrics(["heavy"])
+
+
+def test_two_packages_with_one_name(package):
+    package("heavy-metrics", {"heavy": "one"})
+    package("other-metrics", {"heavy": "two"})
+    with pytest.raises(PluginError, match="heavy: several packages have an entry point of that name: one, two"):
+        load_metrics(["heavy"])

@@ -145,7 +145,10 @@ def test_a_process_that_dies_costs_its_checkpoint_only(make_run, analysis):
     """Of two checkpoints that kill their process one does so each time, the other once, as when memory was short."""
     folder = make_run(steps=(0, 1, 2, 3, 4))
     total = sums(folder)
-    harm = f"""if total == '{total[2]}': os._exit(3)
+    harm = f"""if total == '{total[2]}':
+        while not Path('killed').exists():
+            time.sleep(0.01)
+        os._exit(3)
     if total == '{total[3]}' and not Path('killed').exists():
         Path('killed').touch()
         os.kill(os.getpid(), signal.SIGKILL)"""

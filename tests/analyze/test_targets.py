@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 
 from pico_analyze import results
 from pico_analyze.analysis import AnalysisError, analyze, describe, plan
+from pico_analyze.checkpoint.format import seal
 from pico_analyze.checkpoint.reader import open_run
 from pico_analyze.cli import main
 from pico_analyze.config import AnalysisConfig
@@ -232,7 +233,7 @@ class TestRuns:
         for path in folders[1].glob("checkpoints/*/manifest.json"):
             manifest = json.loads(path.read_text())
             manifest["capture"] |= {"rule": "position", "position": 3}
-            path.write_text(json.dumps(manifest))
+            path.write_text(json.dumps(manifest | {"sha256": seal(manifest)}))
         with pytest.raises(AnalysisError, match="captured other tokens of the probe: by the rules all and position 3"):
             plan(
                 [open_run(folder) for folder in reversed(folders)],

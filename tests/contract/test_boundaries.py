@@ -48,6 +48,7 @@ ORDER = {
     "pico_analyze": [
         "strict_yaml",
         "config",
+        "device",
         "checkpoint",
         "plugins",
         "components",
@@ -57,6 +58,7 @@ ORDER = {
         "plan",
         "measure",
         "spread",
+        "cluster",
         "analysis",
         "plots",
         "run",

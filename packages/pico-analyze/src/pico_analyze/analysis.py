@@ -16,8 +16,10 @@ import pandas as pd
 
 from pico_analyze.checkpoint.integrity import StandingStill, out_of_place, repeated
 from pico_analyze.checkpoint.reader import Run, find_runs, open_run
+from pico_analyze.cluster import spread_on_cluster
 from pico_analyze.components import Selection
 from pico_analyze.config import AnalysisConfig
+from pico_analyze.device import check
 from pico_analyze.measure import FAILED, Key, Measured, Row, Work, missing
 from pico_analyze.plan import AnalysisError, Cell, describe, plan, steps_of
 from pico_analyze.results import ADDED, CONTENT, IDENTITY, table
@@ -42,6 +44,8 @@ def analyze(
     previous: pd.DataFrame | None = None,
     on_checkpoint: Callable[[str, int, int, Sequence[Row]], None] | None = None,
     jobs: int = 1,
+    dask: str | None = None,
+    device: str = "cpu",
 ) -> pd.DataFrame:
     """Measure what ``config`` asks for on ``runs``; the table has the columns of ``results.COLUMNS``.
 
@@ -56,14 +60,20 @@ def analyze(
         on_checkpoint: Called after each checkpoint with its name, how many are done, how many there are, and its rows:
             those that need no computing first, the others as they are finished.
         jobs: How many processes share the checkpoints; the table does not depend on it.
+        dask: Address or file of a Dask scheduler whose workers share the checkpoints, in the place of ``jobs``.
+        device: Where the linear algebra is done, ``cpu`` or ``cuda``; on another device the last digits may differ.
 
     Raises:
+        DeviceError: the device cannot be used.
+        ClusterError: the Dask cluster cannot be used.
         ConfigError: the configuration is not valid.
         CheckpointError: a pattern names no run, or a run cannot be opened.
         AnalysisError: something that is asked for cannot be had.
     """
     if not isinstance(config, AnalysisConfig):
         config = validated(AnalysisConfig, dict(config), "config")
+    if dask is None:  # otherwise the workers are asked
+        check(device)
     opened = open_runs(runs)
     cells: dict[tuple[str, int], list[Cell]] = defaultdict(list)
     for cell in plan(opened, config):
@@ -86,12 +96,18 @@ def analyze(
         if on_checkpoint is not None:
             on_checkpoint(f"{checkpoint.run.name} step {checkpoint.step}", len(rows), len(checkpoints), rows[place])
 
-    works = {place: checkpoint.work() for place, checkpoint in enumerate(checkpoints)}
+    works = {place: checkpoint.work(device) for place, checkpoint in enumerate(checkpoints)}
     for place in [place for place, work in works.items() if not work.cells]:
         finish(place, {})
         del works[place]
     places = list(works)
-    for index, measured in spread(list(works.values()), jobs, config.plugins):
+    waiting = list(works.values())
+    spreading = (
+        spread(waiting, jobs, config.plugins)
+        if dask is None
+        else spread_on_cluster(waiting, dask, config.plugins, device)
+    )
+    for index, measured in spreading:
         finish(places[index], measured)
 
     frame = table(row for place in sorted(rows) for row in rows[place])
@@ -157,9 +173,9 @@ class Asked:
     given: Measured
     far: Mapping[str, Mapping[tuple[int, str], int]]  # by run id
 
-    def work(self) -> Work:
+    def work(self, device: str) -> Work:
         """The rest."""
-        return Work(self.run, self.step, [cell for cell in self.cells if cell.key not in self.given])
+        return Work(self.run, self.step, [cell for cell in self.cells if cell.key not in self.given], device)
 
 
 def _rows(checkpoint: Asked, measured: Measured, losses: Iterable[Row]) -> Iterator[Row]:
@@ -169,11 +185,17 @@ def _rows(checkpoint: Asked, measured: Measured, losses: Iterable[Row]) -> Itera
         yield about | loss
     for cell in checkpoint.cells:
         about_cell = about | dict(zip(IDENTITY, cell.key, strict=True)) | cell.content
-        for head, row in zip(cell.heads, measured[cell.key], strict=True):
-            whole = about_cell | {"head": head} | row
+        for heads, row in zip(_heads(cell), measured[cell.key], strict=True):
+            whole = about_cell | heads | row
             if row["status"] in ("ok", "flagged") and (note := "; ".join(_notes(cell, checkpoint.far))):
                 whole |= {"status": "flagged", "reason": f"{note}; {row['reason']}" if row["reason"] else note}
             yield whole
+
+
+def _heads(cell: Cell) -> list[Row]:
+    """The head of each row of a cell, and the one of another layer that it is taken together with."""
+    others = cell.selection.reference_heads or (None,) * len(cell.heads)
+    return [{"head": head, "reference_head": other} for head, other in zip(cell.heads, others, strict=True)]
 
 
 def _notes(cell: Cell, far: Mapping[str, Mapping[tuple[int, str], int]]) -> Iterator[str]:
@@ -214,7 +236,7 @@ def _by_content(previous: pd.DataFrame) -> dict[Key, Row]:
         own = "; ".join(part for part in reason.split("; ") if not part.startswith(NOTES)) or None
         status = row["status"] if row["status"] == "undefined" else "flagged" if own else "ok"
         said = {name: row[name] for name in ("value", *ADDED, "n", "d")} | {"status": status, "reason": own}
-        rows[tuple(row[name] for name in (*IDENTITY, "head", *CONTENT))] = said
+        rows[tuple(row[name] for name in (*IDENTITY, "head", "reference_head", *CONTENT))] = said
     return rows
 
 
@@ -226,7 +248,7 @@ def _given(cells: Iterable[Cell], earlier: Mapping[Key, Row]) -> Measured:
             given[cell.key] = missing(cell, cell.missing)
             continue
         content = tuple(cell.content[name] for name in CONTENT)
-        rows = [earlier.get((*cell.key, head, *content)) for head in cell.heads]
+        rows = [earlier.get((*cell.key, *heads.values(), *content)) for heads in _heads(cell)]
         if None not in rows:
             given[cell.key] = [row for row in rows if row is not None]
     return given

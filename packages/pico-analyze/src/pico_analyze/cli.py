@@ -98,6 +98,18 @@ def main() -> None:
     show_default=True,
     help="Processes that share the checkpoints; each uses one core and holds one checkpoint. The table is the same.",
 )
+@click.option(
+    "--dask",
+    metavar="SCHEDULER",
+    help="Send the checkpoints to the workers of a Dask cluster instead: the address of its scheduler, or its scheduler "
+    "file (*.json). The table is the same.",
+)
+@click.option(
+    "--device",
+    default="cpu",
+    show_default=True,
+    help="Where the linear algebra is done: cpu, or cuda (in float64; the last digits may differ).",
+)
 @reports_errors
 def run(
     words: tuple[str, ...],
@@ -106,12 +118,18 @@ def run(
     dry_run: bool,
     strict: bool,
     jobs: int,
+    dask: str | None,
+    device: str,
 ) -> None:
     """Measure what the YAML file CONFIG asks for, and write one table; computes only what is missing.
 
     KEY.SUB=VALUE replaces a setting of the file, e.g. metrics.0.target_checkpoint=100. Exit codes: 0 done, 2 what
     was asked for is wrong, 3 values are missing under --strict, 1 any other failure.
     """
+    from pico_analyze.config import ConfigError
+
+    if dask is not None and jobs > 1:
+        raise ConfigError("command line", ["--jobs and --dask are two ways to share the checkpoints; give one of them"])
     config = _load(words, config_path, run_paths)
     if "torch" not in sys.modules:  # libraries read it once: the numbers shall not depend on the number of cores
         os.environ |= dict.fromkeys(ONE_THREAD, "1")
@@ -120,7 +138,7 @@ def run(
     if dry_run:
         click.echo("\n".join(composition.dry_run(config)))
         return
-    outcome = composition.run_analysis(config, jobs)
+    outcome = composition.run_analysis(config, jobs, dask, device)
     _print_outcome(outcome)
     if strict and outcome.n_missing:
         sys.exit(3)
@@ -182,7 +200,7 @@ def verify(run_paths: tuple[str, ...]) -> None:
 
 @main.group()
 def ls() -> None:
-    """List what there is: metrics, components, runs, tensors."""
+    """List what there is: metrics, components, plugins, runs, tensors."""
 
 
 with_plugins = click.option(
@@ -224,6 +242,20 @@ def ls_components(config_path: Path | None) -> None:
         click.echo(f"{name}: {component.summary}")
         click.echo(f"  data_type       {', '.join(component.kinds)}")
         click.echo(f"  layer_suffixes  {suffixes}")
+
+
+@ls.command("plugins")
+@reports_errors
+def ls_plugins() -> None:
+    """List the plugins of installed packages; an analysis uses those that it names under plugins."""
+    from pico_analyze.plugins import installed
+
+    rows = [
+        (name, entry.value, entry.dist.name if entry.dist else "", entry.dist.version if entry.dist else "")
+        for name, entries in installed().items()
+        for entry in entries
+    ]
+    _print_table(("plugin", "module", "package", "version"), rows)
 
 
 @ls.command("runs")

@@ -70,7 +70,7 @@ class ComponentEntry(Section):
     layer_suffixes: Text | dict[str, Text] | None = Field(
         None,
         description="end of the module names, e.g. swiglu.w_2; for ov_circuit a mapping with value_layer and "
-        "output_layer, for qk_circuit with query_layer and key_layer; null = by role",
+        "output_layer, for qk_circuit with query_layer and key_layer, for compositions all of them; null = by role",
     )
     role: Literal["q", "k", "v", "o", "gate", "up", "down", "embed", "unembed"] | None = Field(
         None, description="what the modules do, in the place of layer_suffixes, for simple and delta"
@@ -92,7 +92,7 @@ class ComponentEntry(Section):
             yield Problem(
                 "layer_suffixes", None, f"is not enough for {self.component_name}; give it, or a role", ("role",)
             )
-        if self.role is not None and self.component_name in ("ov_circuit", "qk_circuit", "full_ov_circuit"):
+        if self.role is not None and self.component_name.endswith(("_circuit", "_composition")):
             yield Problem("role", self.role, "is for one module; a circuit finds its own roles", ("component_name",))
         if self.order is not None and (self.component_name, self.data_type) != ("ov_circuit", "weights"):
             yield Problem("order", self.order, "is only for the weights of ov_circuit", ("component_name", "data_type"))
@@ -269,8 +269,9 @@ class AnalysisConfig(Section):
     metrics: Annotated[tuple[MetricEntry, ...], Strict(False)] = Field((), description="what is measured")
     plugins: Texts = Field(
         (),
-        description="metrics and components of your own: importable modules, or paths of .py files from the working "
-        "directory, that hold a dict METRICS or COMPONENTS; they run as they are, so name only files you trust",
+        description="metrics and components of your own: plugins of installed packages (pico-analyze ls plugins), importable "
+        "modules, or paths of .py files from the working directory, that hold a dict METRICS or COMPONENTS; they run as they are, so "
+        "name only what you trust",
     )
     monitoring: MonitoringConfig = MonitoringConfig()
     write_json: Literal["pico_v0"] | None = Field(

@@ -45,6 +45,8 @@ class Work:
     run: Run
     step: int
     cells: Sequence[Cell]
+    device: str = "cpu"
+    """Where the linear algebra is done, as torch names it."""
 
     @property
     def name(self) -> str:
@@ -58,14 +60,14 @@ def measure(work: Work, references: References) -> Measured:
     ``references`` holds matrices that others are compared with: those that this checkpoint needs stay for the next one,
     as long as there is room.
     """
-    needed = {_reference_key(cell) for cell in work.cells}
+    needed = {_reference_key(cell, work.device) for cell in work.cells}
     for key in [key for key in references if key not in needed]:
         del references[key]
     measured: Measured = {}
     by_matrix: dict[Key, list[Cell]] = defaultdict(list)
     for cell in work.cells:
         by_matrix[_matrix_key(cell)].append(cell)
-    checkpoint = work.run.checkpoint(work.step)
+    checkpoint = work.run.checkpoint(work.step, work.device)
     for group in by_matrix.values():
         try:
             pieces = _pieces(group[0].measurement.source.component, checkpoint, group[0].selection)
@@ -79,16 +81,16 @@ def measure(work: Work, references: References) -> Measured:
             continue
         by_reference: dict[Key | None, list[Cell]] = defaultdict(list)
         for cell in group:
-            by_reference[_reference_key(cell)].append(cell)
+            by_reference[_reference_key(cell, work.device)].append(cell)
         for cells in by_reference.values():
-            measured |= _compared(cells, pieces, references)
+            measured |= _compared(cells, pieces, references, work.device)
     return measured
 
 
-def _compared(cells: Sequence[Cell], pieces: Sequence[Piece], references: References) -> Measured:
+def _compared(cells: Sequence[Cell], pieces: Sequence[Piece], references: References, device: str) -> Measured:
     """What the cells give that measure the same matrices against the same reference, or against none."""
     try:
-        others = _reference(cells[0], references)
+        others = _reference(cells[0], references, device)
     except CheckpointError as error:
         return {cell.key: missing(cell, f"the reference: {error}") for cell in cells}
     except MeasuringError as error:
@@ -114,27 +116,28 @@ def _compared(cells: Sequence[Cell], pieces: Sequence[Piece], references: Refere
 def _matrix_key(cell: Cell) -> Key:
     """What the cells have in common that measure the same matrices of a checkpoint."""
     source, selection = cell.measurement.source, cell.selection
-    return source.name, source.kind, source.split, source.order, selection.module, selection.layer
+    place = selection.module, selection.layer, selection.reference_layer
+    return source.name, source.kind, source.split, source.order, *place
 
 
-def _reference_key(cell: Cell) -> Key | None:
+def _reference_key(cell: Cell, device: str) -> Key | None:
     """What the cells have in common that are compared with the same matrices; None without any."""
     other = cell.reference
     if other is None or other.selection is None:
         return None
     source = cell.measurement.source
     where = other.run.identity.run_id, other.step, other.selection.module, other.layer
-    return source.name, source.kind, source.split, source.order, *where
+    return source.name, source.kind, source.split, source.order, *where, device
 
 
-def _reference(cell: Cell, references: References) -> list[Piece] | None:
+def _reference(cell: Cell, references: References, device: str) -> list[Piece] | None:
     """The matrices that those of the cell are compared with; None without any."""
-    key, other = _reference_key(cell), cell.reference
+    key, other = _reference_key(cell, device), cell.reference
     if key is None or other is None or other.selection is None:
         return None
     if key in references:
         return references[key][1]
-    pieces = _pieces(cell.measurement.source.component, other.run.checkpoint(other.step), other.selection)
+    pieces = _pieces(cell.measurement.source.component, other.run.checkpoint(other.step, device), other.selection)
     tensors = [side for piece in pieces for side in (piece.matrix.left, piece.matrix.right) if side is not None]
     stored = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
     size = sum(stored.values())

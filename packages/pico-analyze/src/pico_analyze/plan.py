@@ -130,7 +130,8 @@ class Cell:
             self.selection.layer,
             self.measurement.metric_name,
             self.measurement.row_parameters,
-            *((None, None, None) if other is None else (other.run.name, other.step, other.layer)),
+            *((None, None) if other is None else (other.run.name, other.step)),
+            self.selection.reference_layer if other is None else other.layer,
         )
 
     @property
@@ -378,6 +379,14 @@ def _target_problems(
     return found
 
 
+Place = tuple[str, int | None, int | None]
+
+
+def _place(selection: Selection) -> Place:
+    """What tells a selection from the others of its source: module, layer, reference layer."""
+    return selection.module, selection.layer, selection.reference_layer
+
+
 class _Cells:
     """What each measurement is at each step of each run, or why it is missing there."""
 
@@ -394,7 +403,7 @@ class _Cells:
         self.analysed = {run.identity.run_id: steps_of(run, config) for run in runs}
         self.held = {run.identity.run_id: holders(run) for run in runs}
         self.still = {run.identity.run_id: StandingStill.of(run) for run in runs}
-        self.found: dict[tuple[str, Source, int], dict[tuple[str, int | None], Selection] | str] = {}
+        self.found: dict[tuple[str, Source, int], dict[Place, Selection] | str] = {}
 
     def __iter__(self) -> Iterator[Cell]:
         for run in self.runs:
@@ -406,7 +415,7 @@ class _Cells:
 
     def _of(self, run: Run, step: int, measurement: Measurement, like: Selection) -> Iterator[Cell]:
         """The cells of one selection: one for each that it is compared with, or the one."""
-        here, missing, same_as = self._find(run, measurement.source, step, like.module, like.layer)
+        here, missing, same_as = self._find(run, measurement.source, step, _place(like))
         target = measurement.target
         if target is None:
             yield Cell(run, step, measurement, here or like, None, missing, same_as)
@@ -415,13 +424,13 @@ class _Cells:
             itself = other is run and other_step == step
             there = self.expected[other.identity.run_id][measurement.source]
             for layer, module in target.counterparts(like, there, same_checkpoint=itself):
-                found, why, doubt = self._find(other, measurement.source, other_step, module, layer)
+                found, why, doubt = self._find(other, measurement.source, other_step, (module, layer, None))
                 reference = Reference(other, other_step, layer, found, doubt)
                 without = missing or (f"the reference: {why}" if why else None)
                 yield Cell(run, step, measurement, here or like, reference, without, same_as)
 
     def _find(
-        self, run: Run, source: Source, step: int, module: str, layer: int | None
+        self, run: Run, source: Source, step: int, place: Place
     ) -> tuple[Selection | None, str | None, int | None]:
         """What the source finds there, or why nothing; and another step that holds the same, if there is one."""
         run_id = run.identity.run_id
@@ -430,7 +439,7 @@ class _Cells:
         there = self.found[run_id, source, step]
         if isinstance(there, str):
             return None, there, None
-        selection = there.get((module, layer))
+        selection = there.get(place)
         if selection is None:
             return None, f"step {step} does not have it", None
         held, still = self.held[run_id], self.still[run_id]
@@ -438,8 +447,8 @@ class _Cells:
         return selection, None, min((other for other in steps if not still.between(step, other)), default=None)
 
 
-def _select(run: Run, source: Source, step: int) -> dict[tuple[str, int | None], Selection] | str:
-    """What the source finds at a step, by module and layer; or why it finds nothing."""
+def _select(run: Run, source: Source, step: int) -> dict[Place, Selection] | str:
+    """What the source finds at a step, by place; or why it finds nothing."""
     if step in run.skipped:
         return run.skipped[step]
     if step not in run.manifests:
@@ -448,4 +457,4 @@ def _select(run: Run, source: Source, step: int) -> dict[tuple[str, int | None],
         selections = _selections(source, run.manifests[step])
     except ComponentError as error:
         return f"step {step}: {error}"
-    return {(selection.module, selection.layer): selection for selection in selections}
+    return {_place(selection): selection for selection in selections}

@@ -1,13 +1,14 @@
 """A user's own metrics and components: modules that the key ``plugins`` of an analysis names.
 
-Comes in: our table, and names of modules or paths of ``.py`` files that hold a dict ``METRICS``, a dict ``COMPONENTS``,
-or both. Goes out: a new table with theirs after ours; ours is never changed.
+Comes in: our table, and what holds a dict ``METRICS``, a dict ``COMPONENTS``, or both: names of entry points of installed
+packages, names of modules, paths of ``.py`` files. Goes out: a new table with theirs after ours; ours is never changed.
 """
 
 import hashlib
 import sys
 from collections.abc import Mapping, Sequence
 from importlib import import_module
+from importlib.metadata import EntryPoint, entry_points
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
@@ -33,6 +34,8 @@ class PluginFile(ModuleType):
 
 
 TABLES = ("METRICS", "COMPONENTS")
+GROUP = "pico_analyze.plugins"
+"""The group of entry points, each of which names a module that holds tables."""
 
 
 def merged(ours: Mapping[str, E], table_name: str, plugins: Sequence[str]) -> dict[str, E]:
@@ -69,17 +72,18 @@ def merged(ours: Mapping[str, E], table_name: str, plugins: Sequence[str]) -> di
 
 
 def load(plugin: str) -> ModuleType:
-    """The module of that name, or the one in the file of that path (from the working directory).
+    """The module of that entry point or name, or the one in the file of that path (from the working directory).
 
-    A file becomes the module named for it, so that import paths into it work here and in other processes. It is read anew
-    each time: in a notebook the newest text counts.
+    An entry point of the group ``pico_analyze.plugins`` comes before a module of the same name. A file becomes the module
+    named for it, so that import paths into it work here and in other processes. It is read anew each time: in a notebook
+    the newest text counts.
 
     Raises:
         PluginError: there is no such module or file, or importing it fails.
     """
     try:
         if not plugin.endswith(".py"):
-            return import_module(plugin)
+            return import_module(_module_name(plugin))
         path = Path(plugin).expanduser().resolve()
         module = PluginFile(path.stem)
         module.__file__ = str(path)
@@ -106,6 +110,26 @@ def load(plugin: str) -> ModuleType:
         raise PluginError(f"plugins: {plugin} cannot be imported: {error}{hint}") from None
     except (Exception, SystemExit) as error:
         raise PluginError(f"plugins: {plugin} cannot be imported: {type(error).__name__}: {error}") from None
+
+
+def installed() -> dict[str, list[EntryPoint]]:
+    """The entry points of installed packages that an analysis can name, by name."""
+    found: dict[str, list[EntryPoint]] = {}
+    for entry in sorted(entry_points(group=GROUP), key=lambda entry: (entry.name, entry.value)):
+        found.setdefault(entry.name, []).append(entry)
+    return found
+
+
+def _module_name(plugin: str) -> str:
+    """The module that an entry point of this name stands for; without any the name is that of a module."""
+    values = sorted({entry.value for entry in installed().get(plugin, ())})
+    if len(values) > 1:
+        raise PluginError(f"plugins: {plugin}: several packages have an entry point of that name: {', '.join(values)}")
+    if values and ":" in values[0]:
+        raise PluginError(
+            f"plugins: {plugin}: its entry point is {values[0]!r}; it has to be a module, without a colon"
+        )
+    return values[0] if values else plugin
 
 
 def _refuse_a_taken_name(plugin: str, module: ModuleType) -> None:

@@ -42,6 +42,7 @@ COLUMNS: dict[str, str] = {
     "reference_run": "string",
     "reference_step": "Int64",
     "reference_layer": "Int64",
+    "reference_head": "Int64",  # of reference_layer
     "value": "float64",
     "low": "float64",  # where an interval was asked for (bootstrap): its ends
     "high": "float64",
@@ -222,7 +223,9 @@ def extended(store: pd.DataFrame | None, frame: pd.DataFrame, code: Mapping[tupl
     measured = measured.assign(code_hash=pd.array(hashes, dtype="string"))
     if store is not None and len(store):
         measured = pd.concat([store, measured], ignore_index=True)
-    return measured.drop_duplicates([*IDENTITY, "head", *CONTENT, "code_hash"], keep="last", ignore_index=True)
+    return measured.drop_duplicates(
+        [*IDENTITY, "head", "reference_head", *CONTENT, "code_hash"], keep="last", ignore_index=True
+    )
 
 
 def still_valid(store: pd.DataFrame, code: Mapping[tuple[str, str], str]) -> pd.DataFrame:
@@ -280,6 +283,7 @@ def _pico_v0_key(row: Any) -> str:
     """``layers.<i>.<module or component>.<kind>``, for one head with ``.heads.<h>``."""
     block = "" if pd.isna(row.layer) else f"layers.{row.layer}."
     head = "" if pd.isna(row.head) else f".heads.{row.head}"
+    head += "" if pd.isna(row.reference_head) else f".of.layers.{row.reference_layer}.heads.{row.reference_head}"
     return f"{block}{row.module if row.component == 'simple' else row.component}.{row.kind}{head}"
 
 

@@ -23,6 +23,7 @@ from pico_analyze import results
 from pico_analyze.analysis import analyze, describe, open_runs, plan
 from pico_analyze.checkpoint.reader import Run
 from pico_analyze.config import AnalysisConfig, ConfigError, not_built_yet
+from pico_analyze.device import check
 from pico_analyze.metrics import load_metrics
 from pico_analyze.plan import code_hashes
 
@@ -60,12 +61,13 @@ class Outcome:
         return [(status, reason, n) for (status, reason), n in counts.most_common()]
 
 
-def run_analysis(config: AnalysisConfig, jobs: int = 1) -> Outcome:
+def run_analysis(config: AnalysisConfig, jobs: int = 1, dask: str | None = None, device: str = "cpu") -> Outcome:
     """Measure what ``config`` asks for on its runs, and write it; an interrupted or finished analysis is continued.
 
     The table holds what ``config`` asks for now. Whatever was ever computed into the folder stays in ``computed.parquet``,
     from which later starts take what still holds. On Ctrl-C, or any failure, what was computed until then is written before
-    the error goes on. ``jobs`` processes share the checkpoints; the table does not depend on their number.
+    the error goes on. ``jobs`` processes, or the workers of the Dask scheduler ``dask``, share the checkpoints; the table does
+    not depend on their number. The linear algebra is done on ``device``.
 
     Raises:
         ConfigError: the configuration asks for nothing, for what is not built yet, or for a folder that holds
@@ -73,8 +75,11 @@ def run_analysis(config: AnalysisConfig, jobs: int = 1) -> Outcome:
         CheckpointError: there is no such run, or it cannot be opened.
         PluginError: a plugin cannot be used.
         AnalysisError: something that is asked for cannot be had.
+        DeviceError, ClusterError: the device or the Dask cluster cannot be used.
         ResultsError: the earlier table cannot be read.
     """
+    if dask is None:
+        check(device)
     runs = runs_of(config)
     folder = folder_of(config, runs)
     cells = plan(runs, config)  # refuses before anything is written
@@ -86,7 +91,7 @@ def run_analysis(config: AnalysisConfig, jobs: int = 1) -> Outcome:
         n_values = sum(len(cell.heads) for cell in cells)
         names = ", ".join(run.name for run in runs)
         log.info("pico-analyze %s: %s values of %s, into %s", version("pico-analyze"), f"{n_values:,}", names, folder)
-        table = _measure(runs, config, store, code, folder, jobs)
+        table = _measure(runs, config, store, code, folder, {"jobs": jobs, "dask": dask, "device": device})
         if n_more := 0 if store is None else len(store) - table.attrs["kept"]:
             log.info(
                 "%s earlier values are not asked for now, or no longer hold; they stay in %s.parquet", n_more, STORE
@@ -167,9 +172,12 @@ def _measure(
     store: pd.DataFrame | None,
     code: Mapping[tuple[str, str], str],
     folder: Path,
-    jobs: int,
+    means: Mapping[str, Any],
 ) -> pd.DataFrame:
-    """The table, with a sign of life for each checkpoint; until it is complete, what there is of it is written."""
+    """The table, with a sign of life for each checkpoint; until it is complete, what there is of it is written.
+
+    ``means`` are the arguments of `analyze` that say where to compute.
+    """
     order = {run.identity.run_id: place for place, run in enumerate(runs)}
     done: list[Sequence[Mapping[str, Any]]] = []
     written_at = time.monotonic()
@@ -192,7 +200,7 @@ def _measure(
 
         previous = None if store is None else results.still_valid(store, code)
         try:
-            table = analyze(runs, config, previous, on_checkpoint, jobs)
+            table = analyze(runs, config, previous, on_checkpoint, **means)
             results.write(results.extended(store, table, code), folder, STORE)
             return table
         except BaseException:  # Ctrl-C too

@@ -74,8 +74,7 @@ def _in_processes(
     def tasks() -> Iterator[object]:
         for place, work in list(waiting.items()):
             started.add(place)
-            # As bytes, because plugins must be loaded before what they define can be unpacked.
-            yield delayed(_in_process)(place, pickle.dumps(_alone(work)), tuple(plugin_names), os.getcwd())
+            yield delayed(_in_process)(place, packed(work), tuple(plugin_names), os.getcwd())
 
     with parallel_config(backend="loky", n_jobs=n_jobs, inner_max_num_threads=1):
         parallel = Parallel(return_as="generator_unordered", batch_size=1, pre_dispatch="n_jobs", max_nbytes=None)
@@ -101,18 +100,28 @@ def _alone(work: Work) -> Work:
         reference = None if other is None else replace(other, run=runs[other.run.identity.run_id])
         return replace(cell, run=runs[cell.run.identity.run_id], reference=reference)
 
-    return Work(runs[work.run.identity.run_id], work.step, [alone(cell) for cell in work.cells])
+    return replace(work, run=runs[work.run.identity.run_id], cells=[alone(cell) for cell in work.cells])
 
 
-def _in_process(place: int, packed: bytes, plugin_names: Sequence[str], folder: str) -> Report:
-    """Measure one checkpoint in a process of its own; what is logged there goes back with the values."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the first one decides
-    os.chdir(folder)  # the process may have served an analysis elsewhere; paths are from the working directory
+def packed(work: Work) -> bytes:
+    """The work alone, as bytes, because plugins must be loaded before what they define can be unpacked."""
+    return pickle.dumps(_alone(work))
+
+
+def measure_packed(place: int, content: bytes, plugin_names: Sequence[str]) -> Report:
+    """Measure one checkpoint in a process that has not planned it; what is logged goes back with the values."""
     for name in plugin_names:
         plugins.load(name)
     messages: list[tuple[int, str]] = []
     with _logged_to(messages), _one_thread():
-        return place, measure(pickle.loads(packed), _references), messages
+        return place, measure(pickle.loads(content), _references), messages
+
+
+def _in_process(place: int, content: bytes, plugin_names: Sequence[str], folder: str) -> Report:
+    """Measure one checkpoint in a process of its own."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the first one decides
+    os.chdir(folder)  # the process may have served an analysis elsewhere; paths are from the working directory
+    return measure_packed(place, content, plugin_names)
 
 
 @contextmanager

@@ -65,6 +65,8 @@ class Checkpoint:
 
     folder: Path
     manifest: Manifest
+    device: str = "cpu"
+    """Where `tensor` puts what it reads, as torch names it."""
     _handles: dict[str, Any] = field(default_factory=dict, init=False, repr=False)
     _verified: set[tuple[str, str]] = field(default_factory=set, init=False, repr=False)
 
@@ -105,7 +107,7 @@ class Checkpoint:
         ]
 
     def tensor(self, row: TensorRow) -> "torch.Tensor":
-        """The tensor that ``row`` names, on the CPU, as stored, its content hash verified.
+        """The tensor that ``row`` names, as stored, its content hash verified.
 
         Raises:
             CheckpointError: the file cannot be read, lacks the key, or holds another shape, dtype or content.
@@ -121,7 +123,7 @@ class Checkpoint:
                     f"{where} does not have the content that the manifest names: it was changed or damaged"
                 )
             self._verified.add((row.file, row.key))
-        return tensor
+        return tensor.to(self.device)
 
     def sample(self, row: TensorRow, n: int) -> "torch.Tensor":
         """Up to ``n`` entries of the tensor, evenly spaced, in float64; only they are read, and no hash is verified.
@@ -191,14 +193,14 @@ class Run:
             raise CheckpointError(f"{path} does not hold a mapping")
         return content
 
-    def checkpoint(self, step: int) -> Checkpoint:
-        """The checkpoint of ``step``.
+    def checkpoint(self, step: int, device: str = "cpu") -> Checkpoint:
+        """The checkpoint of ``step``, whose tensors go to ``device``.
 
         Raises:
             CheckpointError: the run has no complete checkpoint of that step; the message lists those it has.
         """
         if step in self.manifests:
-            return Checkpoint(self.path / "checkpoints" / f"step_{step}", self.manifests[step])
+            return Checkpoint(self.path / "checkpoints" / f"step_{step}", self.manifests[step], device)
         if step in self.skipped:
             raise CheckpointError(f"step {step} of run {self.name} cannot be used: {self.skipped[step]}")
         raise CheckpointError(f"run {self.name} has no step {step}; it has {list_steps(self.steps)}")

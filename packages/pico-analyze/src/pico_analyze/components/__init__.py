@@ -38,6 +38,10 @@ class Selection:
     module: str
     heads: tuple[int | None, ...]
     rows: tuple[TensorRow, ...]
+    reference_layer: int | None = None
+    """The other layer, where the component takes heads of two layers together."""
+    reference_heads: tuple[int, ...] | None = None
+    """The head of that layer that belongs to each of ``heads``."""
 
     @property
     def content_hash(self) -> str:
@@ -121,6 +125,9 @@ class ComponentInfo:
         return None if callable(made) else f"path: {self.path!r} cannot be called"
 
 
+OF_COMPOSITION = ("composition_score", "stable_rank", "effective_rank", "per", "spectral_entropy")
+"""What only needs the singular values, which are all that is known of a composition."""
+
 COMPONENTS: dict[str, ComponentInfo] = {
     "simple": ComponentInfo(
         path="pico_analyze.components.single:Simple",
@@ -154,6 +161,27 @@ COMPONENTS: dict[str, ComponentInfo] = {
         suffixes=("value_layer", "output_layer"),
         summary="how a head moves all logits for the token that it reads, W_U W_O W_V W_E: eigenvalues, per head",
         only=("eigenvalue_positivity",),
+    ),
+    "q_composition": ComponentInfo(
+        path="pico_analyze.components.composition:QComposition",
+        kinds=("weights",),
+        suffixes=("query_layer", "key_layer", "value_layer", "output_layer"),
+        summary="how much of what a head writes the queries of a head of a later layer read: W_QK' W_OV over their norms",
+        only=OF_COMPOSITION,
+    ),
+    "k_composition": ComponentInfo(
+        path="pico_analyze.components.composition:KComposition",
+        kinds=("weights",),
+        suffixes=("query_layer", "key_layer", "value_layer", "output_layer"),
+        summary="how much of what a head writes the keys of a head of a later layer read: W_QK W_OV over their norms",
+        only=OF_COMPOSITION,
+    ),
+    "v_composition": ComponentInfo(
+        path="pico_analyze.components.composition:VComposition",
+        kinds=("weights",),
+        suffixes=("value_layer", "output_layer"),
+        summary="how much of what a head writes the values of a head of a later layer read: W_OV W_OV over their norms",
+        only=OF_COMPOSITION,
     ),
 }
 

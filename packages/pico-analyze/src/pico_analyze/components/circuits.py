@@ -7,6 +7,7 @@ transformer circuits", 2021; their thin factors are not multiplied out.
 """
 
 from collections.abc import Iterator
+from functools import cached_property, partial
 from typing import ClassVar, Literal
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 from pico_analyze.checkpoint.format import Kind, Manifest, Split, TensorRow
 from pico_analyze.checkpoint.reader import Checkpoint
 from pico_analyze.components import ComponentError, Layers, Piece, Selection
-from pico_analyze.components.matrix import Matrix
+from pico_analyze.components.matrix import Matrix, gram, plus_gram, times, triangles
 from pico_analyze.components.single import find_rows, name_in_block
 
 WORDS = {"q": "query", "k": "key", "v": "value", "o": "output"}
@@ -25,7 +26,7 @@ class Circuit:
     """What the circuits share: two projections of each block's attention, and a matrix for each head."""
 
     name: ClassVar[str]
-    roles: ClassVar[tuple[str, str]]
+    roles: ClassVar[tuple[str, ...]]
 
     def __init__(
         self,
@@ -68,9 +69,10 @@ class Circuit:
             for layer in layers
         ]
 
-    def _part(self, manifest: Manifest, kind: Kind, role: str) -> dict[int, TensorRow]:
+    def _part(self, manifest: Manifest, kind: Kind, role: str, layers: Layers | None = None) -> dict[int, TensorRow]:
+        """The projection of that role in each block, of those asked for where ``layers`` is None."""
         suffix = self.suffixes[role]
-        rows = find_rows(manifest, kind, self.split, self.layers, suffix, role)
+        rows = find_rows(manifest, kind, self.split, self.layers if layers is None else layers, suffix, role)
         wrong = next((row for row in rows if row.role != role or row.layer is None), None)
         if wrong is not None:
             raise ComponentError(
@@ -121,28 +123,20 @@ class OVCircuit(Circuit):
         """The matrix of each head, then of all heads side by side."""
         if self.kind == "activations":
             x, o = parts  # (n, K E), (d, H E)
-            lefts = of_columns(x, K).repeat_interleave(H // K, dim=0)  # (H, n, E)
-            rights = of_columns(o, H).mT.contiguous()  # (H, E, d)
-        else:
-            v, o = parts[:2]  # (K E, d), (d, H E)
-            lefts, rights = of_columns(o, H), of_rows(v, H, K)  # (H, d, E), (H, E, d)
-        if self.kind == "gradients":
-            dv, do = parts[2:]
-            lefts = torch.cat([lefts, of_columns(do, H)], dim=2)  # (H, d, 2 E)
-            rights = torch.cat([of_rows(dv, H, K), rights], dim=1)  # (H, 2 E, d)
-
+            yield from Written(x.view(len(x), K, x.shape[1] // K), o.view(len(o), H, -1)).matrices()
+            return
+        d = len(parts[1])
+        v, o = parts[0].view(K, -1, d), parts[1].view(d, H, -1)  # (K, E, d), (d, H, E)
         if self.order == "pico_v0":
-            products = rights.double() @ lefts.double()  # (H, E, E)
+            products = of_rows(parts[0], H, K).double() @ o.double().movedim(1, 0)  # (H, E, E)
             yield from map(Matrix.dense, products)
             yield Matrix.dense(products.movedim(0, 1).flatten(1))  # (E, H E)
             return
-        yield from map(Matrix.product, lefts, rights)
-        if self.kind == "activations":
-            # The heads of a kv head share their left factor, so K blocks are enough.
-            blocks = rights.reshape(K, H // K, *rights.shape[1:]).movedim(1, 2).flatten(2)  # (K, E, H / K d)
-            yield Matrix.product(x, blocks)
+        if self.kind == "gradients":
+            dv, do = parts[2].view(K, -1, d), parts[3].view(d, H, -1)
+            yield from Products(torch.cat([o, do], dim=2), torch.cat([dv, v], dim=1)).matrices()
         else:
-            yield Matrix.product(lefts.movedim(0, 1).flatten(1), rights)  # (d, H r), (H, r, d)
+            yield from Products(o, v).matrices()
 
 
 class QKCircuit(Circuit):
@@ -167,14 +161,103 @@ class QKCircuit(Circuit):
 
     def matrices(self, parts: list[Tensor], H: int, K: int) -> Iterator[Matrix]:
         """The matrix of each head, then of all heads side by side."""
-        q, k = parts[:2]  # (H E, d), (K E, d)
-        lefts, rights = of_rows(q, H, H).mT, of_rows(k, H, K)  # (H, d, E), (H, E, d)
+        d = parts[0].shape[1]
+        q, k = parts[0].view(H, -1, d).movedim(2, 0), parts[1].view(K, -1, d)  # (d, H, E), (K, E, d)
         if self.kind == "gradients":
-            dq, dk = parts[2:]
-            lefts = torch.cat([lefts, of_rows(dq, H, H).mT], dim=2)  # (H, d, 2 E)
-            rights = torch.cat([of_rows(dk, H, K), rights], dim=1)  # (H, 2 E, d)
-        yield from map(Matrix.product, lefts, rights)
-        yield Matrix.product(lefts.movedim(0, 1).flatten(1), rights)  # (d, H r), (H, r, d)
+            dq, dk = parts[2].view(H, -1, d).movedim(2, 0), parts[3].view(K, -1, d)
+            q, k = torch.cat([q, dq], dim=2), torch.cat([dk, k], dim=1)  # (d, H, 2 E), (K, 2 E, d)
+        yield from Products(q, k).matrices()
+
+
+class Products:
+    """left_h right_k of each query head and [left_1 right, ..., left_H right], which share what is computed of them.
+
+    The heads of a kv head share its right factor, and the rows side by side are those of the heads, side by side. So all
+    Gram matrices come from one pass over the kv heads, made when the first is asked for.
+    """
+
+    def __init__(self, left: Tensor, right: Tensor) -> None:
+        self.left, self.right = left, right  # (d, H, r), (K, r, d)
+        self.group = left.shape[1] // len(right)
+
+    def matrices(self) -> Iterator[Matrix]:
+        """Of each head, (d, d), then of all, (d, H d)."""
+        for h in range(self.left.shape[1]):
+            left, right = self.left[:, h], self.right[h // self.group]
+            yield Matrix.product(left, right, squared=partial(self.gram_of, h))
+        yield Matrix.product(self.left.flatten(1), self.right, squared=self.gram)
+
+    def gram_of(self, head: int) -> Tensor:
+        """B_h' B_h, (k, k), of the rows B_h = left_h R_k' (d, k) of one head."""
+        return self._grams[0][head]
+
+    def gram(self) -> Tensor:
+        """sum_h B_h B_h', (d, d), of which the lower triangle is right."""
+        return self._grams[1]
+
+    @cached_property
+    def _grams(self) -> tuple[list[Tensor], Tensor]:
+        heads, total = [], None
+        for left, triangle in zip(torch.split(self.left, self.group, dim=1), triangles(self.right), strict=True):
+            rows = left.double() @ triangle.mT  # (d, H / K, k)
+            heads += [gram(rows[:, j]) for j in range(self.group)]
+            total = plus_gram(total, rows.flatten(1).mT)
+        assert total is not None
+        return heads, total
+
+
+class Written:
+    """x_k O_h' of each query head and [x O_1', ..., x O_H'], which share the Gram matrices of the outputs.
+
+    The heads of a kv head share x_k, so side by side K blocks are enough, whose Gram matrices are sums of those of their
+    heads. Rows are not kept: these may be matrices that others are compared with, which stay in memory.
+    """
+
+    def __init__(self, x: Tensor, o: Tensor) -> None:
+        self.x, self.o = x, o  # (n, K, E), (d, H, E)
+        self.group = o.shape[1] // x.shape[1]
+
+    def matrices(self) -> Iterator[Matrix]:
+        """Of each head, (n, d), then of all, (n, H d)."""
+        for h, right in enumerate(self.rights):
+            yield Matrix.product(self.x[:, h // self.group], right, reduced=partial(self.rows_of, h))
+        yield Matrix.product(self.x.flatten(1), self.blocks, reduced=self.rows)
+
+    def rows_of(self, head: int) -> Tensor:
+        """The rows of one head, (n, k)."""
+        return self.x64[:, head // self.group] @ self.triangles[head].mT
+
+    def rows(self) -> Tensor:
+        """The rows of all heads side by side, (n, K k)."""
+        K, E = self.x.shape[1:]
+        grams = self.grams.view(K, self.group, E, E).sum(1)
+        return times(self.x64.flatten(1), triangles(self.blocks, grams).mT)
+
+    @cached_property
+    def x64(self) -> Tensor:
+        """(n, K, E) float64."""
+        return self.x.double()
+
+    @cached_property
+    def rights(self) -> Tensor:
+        """O_h', (H, E, d), in memory one after the other."""
+        return self.o.movedim(0, 2).contiguous()
+
+    @cached_property
+    def blocks(self) -> Tensor:
+        """What stands behind each kv head: its heads side by side, (K, E, H / K d)."""
+        K, E = self.x.shape[1:]
+        return self.rights.view(K, self.group, E, -1).movedim(1, 2).flatten(2)
+
+    @cached_property
+    def grams(self) -> Tensor:
+        """O_h' O_h, (H, E, E)."""
+        return torch.stack([gram(right.double().mT) for right in self.rights])
+
+    @cached_property
+    def triangles(self) -> Tensor:
+        """R of O_h = Q R, (H, k, E)."""
+        return triangles(self.rights, self.grams)
 
 
 def of_rows(x: Tensor, H: int, K: int) -> Tensor:

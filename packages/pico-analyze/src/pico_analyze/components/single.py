@@ -69,8 +69,12 @@ class Delta(Simple):
 
 def difference(piece: Piece, reference: Piece) -> Piece:
     """One matrix less another, in float64, where the difference of stored numbers is exact but for rounding once."""
-    entries = piece.matrix.entries().double() - reference.matrix.entries().double()
-    matrix = Matrix.dense(entries, dtype=piece.matrix.dtype)
+    here, there = piece.matrix.entries(), reference.matrix.entries()
+    if here.shape != there.shape:
+        shapes = " and ".join(" x ".join(map(str, side.shape)) for side in (there, here))
+        matrix = Matrix.without_numbers((len(here), here[0].numel()), f"no difference of the shapes {shapes}")
+    else:
+        matrix = Matrix.dense(here.double() - there.double(), dtype=piece.matrix.dtype)
     return Piece(piece.layer, piece.head, piece.module, matrix, piece.content_hash, piece.dtype)
 
 

@@ -26,7 +26,7 @@ class FullOVCircuit(Circuit):
     only metrics of eigenvalues fit. The gains of the norms before the attention and before the unembedding are left
     out. Tied embeddings are both W_E and W_U.
 
-    Source: Elhage et al., "A mathematical framework for transformer circuits", 2021, section "Copying".
+    Source: Elhage et al., "A mathematical framework for transformer circuits", 2021, on copying heads.
     """
 
     name = "full_ov_circuit"
@@ -55,10 +55,10 @@ class FullOVCircuit(Circuit):
 
     def _product_of_ends(self, checkpoint: Checkpoint, embed: TensorRow, unembed: TensorRow) -> Tensor:
         """W_E' W_U, (d, d) float64, once for all layers of a checkpoint."""
-        content = embed.sha256 + unembed.sha256
+        content = embed.sha256 + unembed.sha256 + checkpoint.device
         if self._shared is None or self._shared[0] != content:
             w_e, w_u = checkpoint.tensor(embed), checkpoint.tensor(unembed)
-            product = torch.zeros(w_e.shape[1], w_e.shape[1], dtype=torch.float64)
+            product = torch.zeros(w_e.shape[1], w_e.shape[1], dtype=torch.float64, device=w_e.device)
             for start in range(0, len(w_e), _TOKENS):  # float64 of some tokens at a time
                 tokens = slice(start, start + _TOKENS)
                 product.addmm_(w_e[tokens].double().mT, w_u[tokens].double())

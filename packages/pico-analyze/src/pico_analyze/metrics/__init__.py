@@ -155,6 +155,18 @@ METRICS: dict[str, Metric] = {
         "about 0.",
         kinds=("weights", "gradients"),
     ),
+    "composition_score": Metric(
+        function="pico_analyze.metrics.spectral:composition_score",
+        consumes="matrix",
+        summary="Frobenius norm of the product of two circuits over the product of their norms",
+        range="[0, 1]; random: [-1, 1]",
+        meaning="Only of q_, k_ and v_composition: how strongly a head can act on one of a later layer: 0 when the later "
+        "one reads nothing of what the earlier one writes, 1 when both have rank one and fit. Circuits without "
+        "any relation have about 1/sqrt(d_model), which baseline random takes away, so compare sizes with it. It says "
+        "that heads can act on each other, not that they do: that depends on what they attend to.",
+        parameters={"baseline": Parameter(("none", "random"), default="none")},
+        kinds=("weights",),
+    ),
     "cka": Metric(
         function="pico_analyze.metrics.similarity:cka",
         consumes="pair",

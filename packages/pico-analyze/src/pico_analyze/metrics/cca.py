@@ -130,8 +130,8 @@ def svcca(x: Tensor | Matrix, y: Tensor | Matrix, variance: float = 0.99) -> flo
     directions in the place of the rank.
 
     Source: Raghu et al., "SVCCA: Singular vector canonical correlation analysis for deep learning dynamics and
-    interpretability", NeurIPS 2017, section 2. Their code takes the share of the sum of singular values, not of
-    their squares; here it is the variance that their text names.
+    interpretability", NeurIPS 2017. Their code takes the share of the sum of singular values, not of their
+    squares; here it is the variance that their text names.
 
     >>> x = torch.tensor([[1.0, 0.01], [2.0, -0.01], [3.0, -0.01], [4.0, 0.01]])
     >>> round(svcca(x, torch.tensor([[1.0], [3.0], [2.0], [4.0]])), 12)
@@ -158,7 +158,7 @@ def canonical_correlations(
     least k + l - (n - 1) correlations are then 1 whatever the data.
 
     Source: Björck and Golub, "Numerical methods for computing angles between linear subspaces", Mathematics
-    of Computation 27:579, 1973, section 3.
+    of Computation 27:579, 1973.
 
     >>> x = torch.tensor([[1.0], [2.0], [3.0], [4.0]])
     >>> y = torch.tensor([[1.0], [3.0], [2.0], [4.0]])

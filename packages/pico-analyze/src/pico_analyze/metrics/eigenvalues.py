@@ -20,8 +20,7 @@ def eigenvalue_positivity(x: Tensor | Matrix) -> float:
     basis T^-1 x T; x and -x have opposite values. Undefined unless the matrix is square, and when all eigenvalues are 0
     within rounding.
 
-    Source: Elhage et al., "A mathematical framework for transformer circuits", 2021, section "Summarizing OV/QK
-    matrices".
+    Source: Elhage et al., "A mathematical framework for transformer circuits", 2021, where it sums up copying heads.
 
     >>> round(eigenvalue_positivity(torch.tensor([[3.0, 1.0], [0.0, -1.0]])), 12)
     0.5

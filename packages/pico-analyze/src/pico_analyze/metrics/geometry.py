@@ -24,8 +24,9 @@ def dead_units(x: Tensor | Matrix, tolerance: float = 1e-6) -> float:
     shifts that leave the largest magnitude, and the order of rows and columns; not by maps that mix the columns.
     Undefined for fewer than 2 samples and for a vector. A product is multiplied out.
 
-    Source: the share of dead units as in Lu et al., "Dying ReLU and initialization", Communications in
-    Computational Physics 28:1671, 2020, where a unit is dead that gives one constant for all inputs.
+    Source: the share of dead units as in Lu et al., "Dying ReLU and initialization: Theory and
+    numerical examples", Communications in Computational Physics 28:1671, 2020, where a unit is dead that gives one
+    constant for all inputs.
 
     >>> dead_units(torch.tensor([[1.0, 0.0, 3.0, 7.0], [2.0, 0.0, 3.0, 7.1]]))
     0.5
@@ -84,7 +85,7 @@ def intrinsic_dimension(x: Tensor | Matrix, discard: float = 0.1) -> float:
     different samples and when all are equally far from their two nearest.
 
     Source: Facco et al., "Estimating the intrinsic dimension of datasets by a minimal neighborhood information",
-    Scientific Reports 7:12140, 2017, the algorithm of section "The two nearest neighbors estimator".
+    Scientific Reports 7:12140, 2017.
 
     >>> on_a_line = torch.tensor([[0.0, 0.0], [1.0, 1.0], [3.0, 3.0], [7.0, 7.0]])  # mu = 3, 2, 3/2, 3/2
     >>> x, y = [math.log(3 / 2)] * 2 + [math.log(2)], [math.log(4 / 3), math.log(2), math.log(4)]
@@ -102,7 +103,7 @@ def intrinsic_dimension(x: Tensor | Matrix, discard: float = 0.1) -> float:
     if n < 3:
         raise Undefined(f"{n} different samples; two neighbours need 3")
     nearest = distances.topk(2, dim=1, largest=False).values  # (n, 2)
-    log_mu = (nearest[:, 1] / nearest[:, 0]).log().sort().values
+    log_mu = (nearest[:, 1] / nearest[:, 0]).log().sort().values.cpu()
     n_fitted = min(round((1 - discard) * n), n - 1)
     y = -torch.log1p(-torch.arange(1, n_fitted + 1, dtype=torch.float64) / n)
     fitted = log_mu[:n_fitted]

@@ -31,7 +31,7 @@ def alpha(singular_values: Tensor, report: str = "alpha") -> float:
     50.
 
     Source: Clauset, Shalizi and Newman, "Power-law distributions in empirical data", SIAM Review 51:661, 2009,
-    eq. 3.1 and section 3.3; of weight spectra Martin and Mahoney, "Implicit self-regularization in deep neural
+    the continuous case; of weight spectra Martin and Mahoney, "Implicit self-regularization in deep neural
     networks", JMLR 22:165, 2021. Theirs compares S(lambda) at one side of each step; here the supremum is exact.
 
     >>> import torch

@@ -15,7 +15,16 @@ import scipy.stats
 import torch
 from torch import Tensor
 
-from pico_analyze.components.matrix import Flagged, Matrix, Undefined, as_matrix, centred, n_samples, singular_values
+from pico_analyze.components.matrix import (
+    Flagged,
+    Matrix,
+    Undefined,
+    as_matrix,
+    centred,
+    gram,
+    n_samples,
+    singular_values,
+)
 from pico_analyze.metrics.null import Scores
 
 _EPSILON = torch.finfo(torch.float64).eps
@@ -55,8 +64,8 @@ def cka(
     for samples that are all equally far apart (debiased), and when half of the samples are equal (rbf). The plug-in
     estimate grows towards 1 as n falls and is flagged when n is not above the number of features.
 
-    Source: Kornblith et al., "Similarity of neural network representations revisited", ICML 2019, eq. 3 and 4
-    for the plug-in, section 3 for the kernels; Song et al., "Feature selection via dependence maximization", JMLR
+    Source: Kornblith et al., "Similarity of neural network representations revisited", ICML 2019, for the
+    plug-in and the kernels; Song et al., "Feature selection via dependence maximization", JMLR
     13:1393, 2012, the estimator HSIC_1, for the linear kernel without the n x n matrices where the features are
     fewer; Nguyen, Raghu and Kornblith, "Do wide and deep networks learn the same things?", ICLR 2021, eq. 2 and 3, for
     minibatches.
@@ -116,8 +125,8 @@ def procrustes(x: Tensor | Matrix, y: Tensor | Matrix) -> float:
     The value v gives both distances of the literature: arccos(v) is the angular one of Williams et al., 2 - 2 v
     that of Ding et al. for sides of unit norm.
 
-    Source: Williams et al., "Generalized shape metrics on neural representations", NeurIPS 2021, eq. 4 with the
-    centring and norm of its section 2.2; Ding, Denain and Steinhardt, "Grounding representation similarity with
+    Source: Williams et al., "Generalized shape metrics on neural representations", NeurIPS 2021, with
+    centring and unit norm; Ding, Denain and Steinhardt, "Grounding representation similarity with
     statistical testing", NeurIPS 2021.
 
     >>> x = torch.tensor([[1.0, 0.0], [-1.0, 0.0], [0.0, 2.0], [0.0, -2.0]])
@@ -184,7 +193,7 @@ def rsa_over_orders(x: Tensor | Matrix, y: Tensor | Matrix, correlation: str = "
     over, under = torch.triu_indices(n, n, offset=1)
     sides = []
     for name, side in (("x", a), ("y", b)):
-        squares = _squared_distances(side)[over, under].numpy()
+        squares = _squared_distances(side)[over, under].cpu().numpy()
         along = scipy.stats.rankdata(squares) if correlation == "spearman" else np.sqrt(squares)
         along = along - along.mean()
         if np.abs(along).max() <= _TIE * len(along):
@@ -208,7 +217,7 @@ def mutual_knn(x: Tensor | Matrix, y: Tensor | Matrix, k: int = 10, distance: st
     euclidean. Undefined unless k < n - 1, since otherwise all samples are neighbours; when all samples of a side are
     equal, or point the same way; when a row is zero and so has no direction (cosine).
 
-    Source: Huh et al., "The platonic representation hypothesis", ICML 2024, appendix A, for cosine; they break ties
+    Source: Huh et al., "The platonic representation hypothesis", ICML 2024, for cosine; they break ties
     by the order of samples.
 
     >>> x = torch.tensor([[0.0], [1.0], [2.1], [3.3]])  # nearest: 1, 0, 1, 2
@@ -259,8 +268,9 @@ def _own_hsic(batches: Sequence[Tensor], name: str, estimator: str, kernel: str)
     own = rounding = 0.0
     for side in batches:
         n = len(side)
-        largest = _cross(side, side) if kernel == "linear" else float(side.square().sum())
-        own += hsic(side, side) / len(batches)
+        value = hsic(side, side)
+        largest = float(side.square().sum()) if kernel == "rbf" else _cross(side, side) if debiased else value
+        own += value / len(batches)
         rounding += n * _EPSILON * largest / (n * (n - 3) if debiased else 1) / len(batches)
     if own <= rounding:
         raise Undefined(f"the {'unbiased ' if debiased else ''}HSIC of {name} with itself is 0")
@@ -275,6 +285,8 @@ def _reordered(kernel: Tensor, order: Tensor) -> Tensor:
 def _cross(a: Tensor, b: Tensor) -> float:
     """|a^T b|_F^2 = tr(a a^T b b^T), over features or over samples, whichever costs less."""
     n, p, q = len(a), a.shape[1], b.shape[1]
+    if a is b:
+        return float(gram(a if p <= n else a.mT).square().sum())
     if p * q <= n * (p + q):
         return float((a.mT @ b).square().sum())
     return float(((a @ a.mT) * (b @ b.mT)).sum())
@@ -318,7 +330,7 @@ def _rbf(a: Tensor, name: str) -> Tensor:
     """The Gaussian kernel of the samples, (n, n), its width the median of the distances between them."""
     squares = _squared_distances(a)
     over, under = torch.triu_indices(len(a), len(a), offset=1)
-    width = float(np.median(np.sqrt(squares[over, under].numpy()))) if len(a) > 1 else 0.0
+    width = float(np.median(np.sqrt(squares[over, under].cpu().numpy()))) if len(a) > 1 else 0.0
     if width == 0:
         raise Undefined(f"most samples of {name} are equal: the median distance is 0")
     return torch.exp(squares / (-2 * width**2))

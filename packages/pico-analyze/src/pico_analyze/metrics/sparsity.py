@@ -37,7 +37,7 @@ def gini(x: Tensor) -> float:
     is non-zero. Unchanged by scaling, signs and order. Undefined for all zeros.
 
     Source: Hurley and Rickard, "Comparing measures of sparsity", IEEE Transactions on Information Theory
-    55:4723, 2009, table I; here with its subtraction from 1 carried out.
+    55:4723, 2009; here with its subtraction from 1 carried out.
 
     >>> gini(torch.tensor([[0, 0], [0, 3]]))
     0.75
@@ -49,7 +49,7 @@ def gini(x: Tensor) -> float:
         raise Undefined("all entries are zero")
     x = x.detach()
     sortable = x.float() if x.dtype in _EXACT_IN_FLOAT32 else x.double()
-    magnitudes = sortable.abs().flatten().numpy()  # our own: abs has copied
+    magnitudes = sortable.abs().flatten().cpu().numpy()  # our own: abs has copied
     magnitudes.sort()
     n = magnitudes.size
     weights = 2.0 * np.arange(1, min(n, _CHUNK) + 1) - n - 1
@@ -70,8 +70,7 @@ def hoyer(x: Tensor) -> float:
     In [0, 1]: 0 when every entry has the same magnitude, 1 when exactly one is non-zero. Unchanged by
     scaling, signs and order. Undefined for all zeros and for a single entry.
 
-    Source: Hoyer, "Non-negative matrix factorization with sparseness constraints", JMLR 5:1457, 2004, section
-    3.1.
+    Source: Hoyer, "Non-negative matrix factorization with sparseness constraints", JMLR 5:1457, 2004.
 
     >>> hoyer(torch.tensor([[0.0, 3.0], [0.0, 0.0]]))
     1.0

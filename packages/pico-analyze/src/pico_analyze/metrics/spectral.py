@@ -25,8 +25,9 @@ def per(singular_values: Tensor) -> float:
     Unchanged by scaling and by orthogonal maps of rows or columns. Undefined for a zero matrix; 1 for a
     single value.
 
-    Source: Roy and Vetterli, "The effective rank", EUSIPCO 2007, definition 1, for exp(H); its division by n
-    is that of Diehl Martinez et al., "Tending Towards Stability", 2024.
+    Source: Roy and Vetterli, "The effective rank", EUSIPCO 2007, for exp(H); its division by n is that of Diehl
+    Martinez, Lesci and Buttery, "Tending towards stability: Convergence challenges in small language models",
+    Findings of EMNLP 2024.
 
     >>> per(torch.tensor([2.0, 2.0, 0.0, 0.0]))
     0.5
@@ -45,7 +46,7 @@ def effective_rank(singular_values: Tensor) -> float:
     At least 1, which is rank one; k when k equal values are not zero; at most the rank. Unchanged by scaling and by
     orthogonal maps of rows or columns. Undefined for a zero matrix.
 
-    Source: Roy and Vetterli, "The effective rank", EUSIPCO 2007, definition 1.
+    Source: Roy and Vetterli, "The effective rank", EUSIPCO 2007.
 
     >>> round(effective_rank(torch.tensor([2.0, 2.0, 0.0, 0.0])), 12)
     2.0
@@ -62,7 +63,7 @@ def stable_rank(singular_values: Tensor) -> float:
     At least 1, which is rank one; k when k equal values are not zero; at most the rank. Unchanged by scaling and by
     orthogonal maps of rows or columns. Undefined for a zero matrix.
 
-    Source: Rudelson and Vershynin, "Sampling from large matrices", Journal of the ACM 54:21, 2007, section 1.1,
+    Source: Rudelson and Vershynin, "Sampling from large matrices", Journal of the ACM 54:21, 2007,
     who call it the numerical rank.
 
     >>> stable_rank(torch.tensor([2.0, 1.0, 1.0]))
@@ -114,7 +115,7 @@ def spectral_entropy(singular_values: Tensor) -> float:
     value.
 
     Source: Alter, Brown and Botstein, "Singular value decomposition for genome-wide expression data processing and
-    modeling", PNAS 97:10101, 2000, eq. 2 and 3.
+    modeling", PNAS 97:10101, 2000, on the entropy of a dataset.
 
     >>> round(spectral_entropy(torch.tensor([2.0, 2.0, 0.0, 0.0])), 12)
     0.5
@@ -135,7 +136,7 @@ def condition_number(singular_values: Tensor) -> float:
     which includes zero matrices; `Spectrum` applies the same rule with max(rows, columns) in the place of n,
     by setting to zero what lies below. For the OV circuit of a head sigma_min is value number head_dim.
 
-    Source: Golub and Van Loan, "Matrix Computations", 4th edition, section 2.6.2.
+    Source: Golub and Van Loan, "Matrix Computations", 4th edition, for the 2-norm.
 
     >>> condition_number(torch.tensor([4.0, 2.0, 1.0]))
     4.0
@@ -162,8 +163,7 @@ def norm(x: Tensor | Matrix, norm_type: str) -> float:
     for them and for them alone. A vector has neither singular values nor rows: ``nuclear``, ``spectral`` and
     ``inf_operator`` are undefined.
 
-    Source: Horn and Johnson, "Matrix Analysis", 2nd edition, section 5.6; section 7.4 for ``nuclear``, the
-    trace norm.
+    Source: Horn and Johnson, "Matrix Analysis", 2nd edition, where ``nuclear`` is the trace norm.
 
     >>> x = torch.tensor([[1, 2], [3, -4]])
     >>> norm(x, "inf"), norm(x, "inf_operator")
@@ -192,6 +192,33 @@ def norm(x: Tensor | Matrix, norm_type: str) -> float:
         case _:
             known = "frobenius, nuclear, spectral, inf, inf_operator"
             raise ValueError(f"norm_type: {norm_type!r} is not allowed; choose one of {known}")
+
+
+def composition_score(x: Tensor | Matrix, baseline: str = "none") -> float:
+    """How much of what one circuit writes another one reads.
+
+    |x|_F of x = A B / (|A|_F |B|_F), which a component such as ``q_composition`` forms, so that this is the score itself;
+    less 1/sqrt(d) with ``baseline`` random, d the columns of x. That is the root mean square of the score when one of the
+    two is turned at random: the mean of |A U B|_F^2 over all orthogonal d x d matrices U is |A|_F^2 |B|_F^2 / d.
+
+    In [0, 1], or in [-1, 1] with the baseline: 0 when B writes only what A maps to zero, 1 when both have rank one and A
+    reads what B writes. Unchanged by a scale of either circuit. Undefined when one of them is zero, and for a matrix that is
+    no composition.
+
+    Source: Elhage et al., "A mathematical framework for transformer circuits", 2021, for the score; the baseline in this
+    form is ours.
+
+    >>> x = Matrix.of_core(torch.tensor([[0.6]], dtype=torch.float64), shape=(4, 4))
+    >>> composition_score(x), round(composition_score(x, baseline="random"), 12)  # less 1/sqrt(4)
+    (0.6, 0.1)
+    """
+    if baseline not in ("none", "random"):
+        raise ValueError(f"baseline: {baseline!r} is not allowed; choose one of none, random")
+    matrix = as_matrix(x)
+    if matrix.stands_for is None:
+        raise Undefined("not the composition of two circuits")
+    score = float(matrix.rows().norm())
+    return score - (1 / math.sqrt(matrix.shape[1]) if baseline == "random" else 0.0)
 
 
 def _relative(singular_values: Tensor) -> Tensor:
