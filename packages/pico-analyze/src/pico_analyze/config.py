@@ -148,8 +148,8 @@ class MetricEntry(Section):
     )
     target_run: Text | None = Field(
         None,
-        description="name of the run that every run is compared with, on the same probe; all = each pair of runs, once; "
-        "null = each run with itself",
+        description="name of the run, among those analysed, that every run is compared with, on the same probe; all = each "
+        "pair of runs, once; null = each run with itself",
     )
     target_layers: Literal["all"] | None = Field(
         None, description="all = each layer is compared with each; null = with the layer of the same number"

@@ -107,8 +107,18 @@ def cka_over_orders(
         return lambda order: min(hsic(k, l[order]) / root, 1.0)
     if kernel == "linear":
         k, l = k @ k.mT, l @ l.mT  # noqa: E741
-    of_kernels = _HSIC["plug_in" if estimator == "plug_in" else "debiased", "rbf"]
-    return lambda order: min(of_kernels(k, _reordered(l, order)) / root, 1.0)
+    if estimator == "plug_in":
+        k = k - k.mean(0) - k.mean(1, keepdim=True) + k.mean()
+        return lambda order: min(_sum_of_products(k, l, order) / root, 1.0)
+    k, l = (side - torch.diag(side.diagonal()) for side in (k, l))  # noqa: E741
+    n, sums_k, sums_l = len(k), k.sum(0), l.sum(0)
+    in_any_order = float(sums_k.sum() * sums_l.sum()) / ((n - 1) * (n - 2))
+
+    def of_kernels(order: Tensor) -> float:
+        between = 2 / (n - 2) * float(sums_k @ sums_l[order])
+        return min((_sum_of_products(k, l, order) + in_any_order - between) / (n * (n - 3)) / root, 1.0)
+
+    return of_kernels
 
 
 def procrustes(x: Tensor | Matrix, y: Tensor | Matrix) -> float:
@@ -201,7 +211,7 @@ def rsa_over_orders(x: Tensor | Matrix, y: Tensor | Matrix, correlation: str = "
         whole = torch.zeros(n, n, dtype=torch.float64)
         whole[over, under] = torch.from_numpy(along / np.linalg.norm(along))
         sides.append(whole + whole.mT)
-    return lambda order: min(max(float((sides[0] * _reordered(sides[1], order)).sum()) / 2, -1.0), 1.0)  # as above
+    return lambda order: min(max(_sum_of_products(sides[0], sides[1], order) / 2, -1.0), 1.0)  # as above
 
 
 def mutual_knn(x: Tensor | Matrix, y: Tensor | Matrix, k: int = 10, distance: str = "cosine") -> float:
@@ -277,9 +287,14 @@ def _own_hsic(batches: Sequence[Tensor], name: str, estimator: str, kernel: str)
     return own
 
 
+def _sum_of_products(kernel: Tensor, other: Tensor, order: Tensor) -> float:
+    """sum_ij kernel_ij other'_ij of (n, n) matrices, the rows and columns of the other one in another order."""
+    return float(kernel.flatten() @ _reordered(other, order).flatten())
+
+
 def _reordered(kernel: Tensor, order: Tensor) -> Tensor:
     """Rows and columns of an (n, n) matrix in another order."""
-    return kernel[order][:, order]
+    return kernel.index_select(0, order).index_select(1, order)
 
 
 def _cross(a: Tensor, b: Tensor) -> float:
