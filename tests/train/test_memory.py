@@ -1,11 +1,10 @@
 """The memory model: each part counted a second way, the whole against the measured peak of real runs, and what is chosen from it."""
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import kills
 import pytest
 import torch
 from click.testing import CliRunner
@@ -94,16 +93,18 @@ SHAPES = {
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_stated_peak_is_the_measured_one(tiny: Tiny, tiny_yaml: Path, tmp_path: Path, shape: str) -> None:
-    """A fresh process trains two or three passes, each of them saved; its highest resident memory against the model of it."""
+    """A process of its own trains two or three passes, each of them saved; its highest resident memory against the model of it."""
     overrides = (
         "training.max_steps=1",
         *SHAPES[shape],
-        "evaluation.held_out.batch_size=1",
+        "evaluation.metrics=null",
         "checkpointing.save_every_n_steps=1",
     )
     config = tiny(*overrides)
-    words = [sys.executable, "-m", "pico_train.cli", "run", str(tiny_yaml), *overrides]
-    subprocess.run(words, check=True, capture_output=True)
+    kills.preload()
+    output = tmp_path / "output"
+    ended = kills.start(["run", str(tiny_yaml), *overrides], output)
+    assert ended.code == 0, output.read_text()
     measured = read_rows(tmp_path / "runs" / "tiny" / "metrics.jsonl")[-1]["memory_bytes"]
     steps = config.training.optimization.gradient_accumulation_steps
     assert isinstance(steps, int)

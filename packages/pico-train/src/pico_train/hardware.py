@@ -63,6 +63,11 @@ def choose_hardware(section: "FabricConfig", place: Place) -> Hardware:
             f"training.fabric.precision: '16-mixed' needs a CUDA device and this run is on {accelerator}; "
             "use 'auto', '32-true' or 'bf16-mixed'"
         )
+    if precision.startswith("bf16") and accelerator == "cuda" and torch.cuda.get_device_capability()[0] < 8:
+        raise UserError(
+            f"training.fabric.precision: {precision!r} needs a device that computes in bf16 (NVIDIA Ampere or newer) and "
+            f"{_device_name(accelerator)} does not; use 'auto', '32-true' or '16-mixed'"
+        )
     there = {"cpu": place.local_size, "cuda": torch.cuda.device_count(), "mps": 1}[accelerator]
     if place.local_size > there:
         raise UserError(

@@ -17,7 +17,7 @@ from pico_train.estimate import FP32, capture_bytes
 from pico_train.optim import n_moments
 
 BASE_BYTES = 450_000_000  # Python with torch and Lightning loaded, before a model exists
-COMPILER_BYTES = 300_000_000  # torch.compile and what it keeps
+COMPILER_BYTES = 150_000_000  # torch.compile and what it keeps: 93 MB for one layer, more for more
 HEADROOM = 0.8  # the share of the free memory that a choice of ours fills: the model may be a quarter off
 
 
@@ -75,6 +75,8 @@ def memory(config: RunConfig, micro_batch_size: int, precision: str = "32-true",
     if capture and dynamics.eval_data is not None:
         probe = forward(min(dynamics.batch_size, dynamics.probe_windows))
         moments_in_time += [(weights, *probe), (2 * weights, 0, 0)]
+    if training.compile:  # tried before step 0 and compared: two gradients
+        moments_in_time.append((2 * weights, *forward(micro_batch_size)))
     if "held_out" in (config.evaluation.metrics or ()):
         tokens = config.evaluation.held_out.batch_size * model.max_seq_len
         moments_in_time.append((weights, 0, logits_bytes(model, tokens, precision, backward=False)))
