@@ -16,6 +16,7 @@ ORDER = {
         "config",
         "suite",
         "hardware",
+        "heap",
         "data",
         "schedule",
         "model",

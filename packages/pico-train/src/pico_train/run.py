@@ -27,11 +27,13 @@ from pico_train.errors import UserError
 from pico_train.estimate import check_disk
 from pico_train.evaluation import Evaluator
 from pico_train.hardware import choose_hardware, start_fabric
+from pico_train.heap import keep_freed_memory
 from pico_train.logs import Progress, log_to
 from pico_train.loop import Passes
 from pico_train.loop import train as train_loop
 from pico_train.metrics_log import MetricsLog, Row, last_row
 from pico_train.model.decoder import PicoDecoder
+from pico_train.model.head import head_chunk
 from pico_train.objectives import next_token
 from pico_train.optim import adamw
 from pico_train.schedule import schedule_of
@@ -122,6 +124,7 @@ def _train(
     """Build what a run needs, put the newest checkpoint back, and hand over to the loop."""
     optimization, dynamics = config.training.optimization, config.checkpointing.learning_dynamics
     seq_len, max_steps = config.model.max_seq_len, config.training.max_steps
+    keep_freed_memory()
     hardware = choose_hardware(config.training.fabric)
     if hardware.precision == "bf16-true":
         log.warning(
@@ -171,7 +174,8 @@ def _train(
     log.info(
         f"{folder.name}: {config.model.n_parameters:,} parameters; {batches.batch_size} sequences x {seq_len} tokens = "
         f"{batch_tokens:,} tokens a step, {passes.micro_batch_size} sequences at a time; "
-        f"{max_steps:,} steps = {max_steps * batch_tokens:,} tokens, from step {state.step:,}; {hardware}"
+        f"{max_steps:,} steps = {max_steps * batch_tokens:,} tokens, from step {state.step:,}; {hardware}; "
+        f"the head takes {head_chunk(config.model.vocab_size, fabric.device.type):,} tokens at a time"
     )
     progress = Progress(
         folder.name, begin=state.step, max_steps=max_steps, every=config.monitoring.logging.log_every_n_steps
