@@ -19,6 +19,7 @@ ORDER = {
         "ranks",
         "sharding",
         "hardware",
+        "heap",
         "data",
         "schedule",
         "model",

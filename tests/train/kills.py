@@ -422,7 +422,9 @@ def _lasting(folder: Path) -> dict[str, Any]:
         manifest: Manifest = read_manifest(folder)
     except CheckpointError as error:
         return {"error": str(error)}
-    content = manifest.model_dump(exclude={"run": {"id"}, "made_by": True, "parent": {"manifest_sha256"}, "sha256": True})
+    content = manifest.model_dump(
+        exclude={"run": {"id"}, "made_by": True, "parent": {"manifest_sha256"}, "sha256": True}
+    )
     tensors = {f"sha256 of {row.file} {row.key}": row.sha256 for row in manifest.tensors}
     files = {f"sha256 of {row.path}": row.sha256 for row in manifest.files}
     return tensors | files | content

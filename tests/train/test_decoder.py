@@ -14,8 +14,8 @@ from pico_train.model.decoder import (
     grouped_attention,
     layer_of,
     role_of,
-    rotate,
 )
+from pico_train.model.fused import rotate
 from pico_train.model.huggingface import llama_config, llama_state_dict, to_llama_name
 
 TINY = {

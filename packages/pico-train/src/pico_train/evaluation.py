@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from pico_train.checkpoint.contents import weights_hash
 from pico_train.checkpoint.durable import replace_file
@@ -87,8 +86,7 @@ def held_out_loss(model: PicoDecoder, windows: Batch, *, batch_size: int, device
         total = 0.0
         for part in windows.split(batch_size):
             part = part.to(device)
-            logits = model(part.inputs).flatten(0, 1).float()  # (B T, V)
-            total += float(F.cross_entropy(logits, part.labels.flatten(), reduction="sum"))
+            total += float(model(part.inputs, labels=part.labels)) * part.n_scored
         return total / windows.n_scored
     finally:
         model.train(was_training)

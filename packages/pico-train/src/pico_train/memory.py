@@ -4,8 +4,6 @@ A stated model, held to measured peaks by ``tests/train/test_memory.py``. Letter
 H query heads, K kv heads, E head dim, V vocabulary.
 """
 
-import ctypes
-import platform
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +12,7 @@ import torch
 from pico_train.config import ModelConfig, RunConfig, divisors
 from pico_train.errors import UserError
 from pico_train.estimate import FP32, capture_bytes
+from pico_train.model.head import head_chunk
 from pico_train.optim import n_moments
 
 BASE_BYTES = 450_000_000  # Python with torch and Lightning loaded, before a model exists
@@ -30,14 +29,14 @@ class Memory:
     gradients: int
     moments: int
     activations: int
-    logits: int
+    head: int
     capture: int
     snapshot: int
 
     @property
     def device(self) -> int:
-        """Weights, gradients, moments, activations and logits."""
-        return self.weights + self.gradients + self.moments + self.activations + self.logits
+        """Weights, gradients, moments, activations and head."""
+        return self.weights + self.gradients + self.moments + self.activations + self.head
 
     @property
     def total(self) -> int:
@@ -45,7 +44,9 @@ class Memory:
         return self.base + self.device + self.capture + self.snapshot
 
 
-def memory(config: RunConfig, micro_batch_size: int, precision: str = "32-true", n_shards: int = 1) -> Memory:
+def memory(
+    config: RunConfig, micro_batch_size: int, precision: str = "32-true", *, n_shards: int = 1, on_gpu: bool = False
+) -> Memory:
     """The peak of a run that sends ``micro_batch_size`` sequences through the model at a time, on one of ``n_shards`` ranks.
 
     Throughout there are the interpreter, the weights, the optimizer's moments, what the last save captured, and the snapshot that is
@@ -53,7 +54,7 @@ def memory(config: RunConfig, micro_batch_size: int, precision: str = "32-true",
 
     * forward and backward of a micro-batch, beside the gradients of those before it,
     * forward and backward of the probe, beside the gradient of the training pass that is set aside,
-    * the logits of an evaluation, beside that gradient,
+    * the head of an evaluation, beside that gradient,
     * the end of a backward: the gradients alone, those of the training pass and of the probe, or with the noise scale of one micro-batch.
     """
     model, training = config.model, config.training
@@ -66,10 +67,11 @@ def memory(config: RunConfig, micro_batch_size: int, precision: str = "32-true",
     def forward(n: int) -> tuple[int, int]:
         tokens = n * model.max_seq_len
         activations = activation_bytes(model, tokens, precision, recompute)
-        return activations + block_gradient_bytes(model, tokens, precision), logits_bytes(model, tokens, precision)
+        head = head_bytes(model, tokens, precision, on_gpu=on_gpu)
+        return activations + block_gradient_bytes(model, tokens, precision), head
 
     beside = 0 if micro_batch_size == n_sequences else weights
-    moments_in_time = [(beside, *forward(micro_batch_size)), (weights, 0, 0)]  # gradients, activations, logits
+    moments_in_time = [(beside, *forward(micro_batch_size)), (weights, 0, 0)]  # gradients, activations, head
     if config.monitoring.gradient_noise_scale:
         moments_in_time.append((2 * weights, 0, 0))
     if capture and dynamics.eval_data is not None:
@@ -79,27 +81,31 @@ def memory(config: RunConfig, micro_batch_size: int, precision: str = "32-true",
         moments_in_time.append((2 * weights, *forward(micro_batch_size)))
     if "held_out" in (config.evaluation.metrics or ()):
         tokens = config.evaluation.held_out.batch_size * model.max_seq_len
-        moments_in_time.append((weights, 0, logits_bytes(model, tokens, precision, backward=False)))
-    gradients, activations, logits = max(moments_in_time, key=sum)
+        moments_in_time.append((weights, 0, head_bytes(model, tokens, precision, on_gpu=on_gpu, backward=False)))
+    gradients, activations, head = max(moments_in_time, key=sum)
     return Memory(
         base=BASE_BYTES + (COMPILER_BYTES if training.compile else 0),
         weights=weights,
         gradients=gradients,
         moments=moments,
         activations=activations,
-        logits=logits,
+        head=head,
         capture=capture,
         snapshot=n_shards * (weights + moments) + capture,
     )
 
 
-def logits_bytes(model: ModelConfig, rows: int, precision: str, *, backward: bool = True) -> int:
-    """What the unembedding and the loss hold for ``rows`` tokens whose logits are alive at the same time.
+def head_bytes(model: ModelConfig, tokens: int, precision: str, *, on_gpu: bool, backward: bool = True) -> int:
+    """What the unembedding and the loss of ``tokens`` tokens hold (``model/head.py``): the logits of a chunk of them, once.
 
-    Backward: the log-softmax, its gradient and that of the logits. Forward alone: the logits and their log-softmax.
+    In half precision also in that precision, and again as their gradient. Backward: the hidden states once more without the unscored ones
+    and their gradient, and the gradient of the unembedding, which is made beside the loss.
     """
-    copies = FP32 * (3 if backward else 2) + (2 if precision != "32-true" else 0)  # and the logits in half precision
-    return rows * model.vocab_size * copies
+    narrow, _ = _widths(precision)
+    rows = min(tokens, head_chunk(model.vocab_size, "cuda" if on_gpu else "cpu"))
+    copies = FP32 + (0 if narrow == FP32 else 2 * narrow)
+    made = 2 * narrow * tokens * model.d_model + FP32 * model.vocab_size * model.d_model
+    return rows * model.vocab_size * copies + made * backward
 
 
 def activation_bytes(model: ModelConfig, tokens: int, precision: str, recompute: bool) -> int:
@@ -151,7 +157,7 @@ def micro_batch_size(
     steps = config.training.optimization.gradient_accumulation_steps
 
     def needed(size: int) -> int:
-        needs = memory(config, size, precision, n_shards)
+        needs = memory(config, size, precision, n_shards=n_shards, on_gpu=on_gpu)
         return needs.device if on_gpu else needs.total - BASE_BYTES  # what there is already is not free
 
     if steps != "auto":
@@ -174,17 +180,6 @@ def micro_batch_size(
             "training.ignore_memory=true"
         )
     return size
-
-
-def give_back_freed_memory() -> None:
-    """Make glibc give freed blocks of 1 MB and more back to the system at once, instead of when it likes; a no-op elsewhere.
-
-    Its heap otherwise keeps the holes that recomputed blocks leave: measured on 12 layers, 756 MB at the peak instead of 249 MB, which
-    is most of what activation checkpointing saves. The price is that the pages are asked for again.
-    """
-    if platform.libc_ver()[0] == "glibc":
-        m_mmap_threshold = -3  # malloc.h
-        ctypes.CDLL(None).mallopt(m_mmap_threshold, 1 << 20)
 
 
 def free_memory(device: torch.device) -> int | None:

@@ -29,13 +29,15 @@ from pico_train.estimate import check_disk
 from pico_train.evaluation import Evaluator
 from pico_train.flops import flops_per_token, peak_flops
 from pico_train.hardware import Hardware, choose_hardware, start_fabric
+from pico_train.heap import give_back_freed_memory, keep_freed_memory
 from pico_train.launch import place, processes_to_start
 from pico_train.logs import log_to
 from pico_train.loop import Engine, Passes, micro_batches
 from pico_train.loop import train as train_loop
-from pico_train.memory import free_memory, give_back_freed_memory, micro_batch_size
+from pico_train.memory import free_memory, micro_batch_size
 from pico_train.metrics_log import last_row
 from pico_train.model.decoder import PicoDecoder
+from pico_train.model.head import head_chunk
 from pico_train.objectives import next_token
 from pico_train.optim import optimizer_of
 from pico_train.ranks import Ranks, gathered
@@ -209,7 +211,8 @@ def _train(
     log.info(
         f"{folder.name}: {config.model.n_parameters:,} parameters; {batches.batch_size} sequences x {batches.seq_len} tokens = "
         f"{batch_tokens:,} tokens a step, {passes.micro_batch_size} sequences at a time; "
-        f"{max_steps:,} steps = {max_steps * batch_tokens:,} tokens, from step {state.step:,}; {hardware}"
+        f"{max_steps:,} steps = {max_steps * batch_tokens:,} tokens, from step {state.step:,}; {hardware}; "
+        f"the head takes {head_chunk(config.model.vocab_size, engine.fabric.device.type):,} tokens at a time"
     )
     if config.training.compile:
         part = micro_batches(batches.at(state.step), passes.micro_batch_size, ranks)[0].to(engine.fabric.device)
@@ -296,8 +299,7 @@ def _built(config: RunConfig, hardware: Hardware, ranks: Ranks) -> tuple[TrainSt
     with torch.device("meta") if hardware.strategy == "fsdp" else nullcontext():  # no rank ever holds the whole of it
         model = PicoDecoder(config.model)
     model.activation_checkpointing = training.activation_checkpointing
-    if training.activation_checkpointing:
-        give_back_freed_memory()
+    (give_back_freed_memory if training.activation_checkpointing else keep_freed_memory)()
     forward = fabric.setup_module(compiled(model, dropout=config.model.dropout) if training.compile else model)
     model.initialize(config.seeds.weights)
     # fused AdamW would unscale a second time under a loss scaler

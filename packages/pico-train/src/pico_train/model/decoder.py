@@ -1,6 +1,6 @@
 """pico-decoder: a Llama-shaped decoder that reads from top to bottom.
 
-In: token ids. Out: logits, or the hidden states before the unembedding. The names of the modules are part of
+In: token ids. Out: logits, the hidden states before the unembedding, or with labels the loss. The names of the modules are part of
 the checkpoint format (packages/CHECKPOINT_FORMAT.md, section 4).
 
 Letters of the shape comments:
@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from pico_train.config import ModelConfig
+from pico_train.model.fused import rms_norm, rotate
+from pico_train.model.head import head_chunk, head_loss
 from pico_train.sharding import part_like
 
 ROLES = {
@@ -98,7 +100,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, T, D) -> (B, T, D)."""
-        return self.weight * F.rms_norm(x, self.weight.shape, eps=self.eps)
+        return rms_norm(x, self.weight, self.eps)
 
 
 class RotaryTable(nn.Module):
@@ -141,11 +143,6 @@ class RotaryTable(nn.Module):
     def forward(self, start: int, end: int) -> tuple[Tensor, Tensor]:
         """The fp32 tables of positions start .. end - 1, each (T, 1, E) so that they broadcast over heads."""
         return self.cos[start:end, None], self.sin[start:end, None]
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn the pairs (i, i + E/2) of ``x`` (B, T, heads, E) by the angles of the tables (T, 1, E)."""
-    return x * cos.to(x.dtype) + x.roll(x.shape[-1] // 2, dims=-1) * sin.to(x.dtype)
 
 
 def grouped_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, share: bool) -> Tensor:
@@ -259,10 +256,21 @@ class PicoDecoder(nn.Module):
         self._tie()
         return self
 
-    def forward(self, input_ids: Tensor, cache: KVCache | None = None) -> Tensor:
-        """Logits of the next token at every position, (B, T) -> (B, T, V)."""
-        logits: Tensor = self.de_embedding_proj(self.hidden_states(input_ids, cache))
-        return logits
+    def forward(self, input_ids: Tensor, cache: KVCache | None = None, labels: Tensor | None = None) -> Tensor:
+        """Logits of the next token at every position, (B, T) -> (B, T, V).
+
+        With ``labels`` (B, T), their mean cross-entropy in nats instead, by ``head_loss``: a negative one is not scored.
+        """
+        hidden = self.hidden_states(input_ids, cache)  # (B, T, D)
+        if labels is None:
+            logits: Tensor = self.de_embedding_proj(hidden)
+            return logits
+        if self.de_embedding_proj._forward_hooks:  # captured: the loss below never calls the module
+            with torch.no_grad():
+                for sequence in torch.split(hidden, 1):
+                    self.de_embedding_proj(sequence)
+        chunk = head_chunk(self.config.vocab_size, hidden.device.type)
+        return head_loss(hidden.flatten(0, 1), self.de_embedding_proj.weight, labels.flatten(), chunk)
 
     def hidden_states(self, input_ids: Tensor, cache: KVCache | None = None) -> Tensor:
         """What the unembedding reads, (B, T) -> (B, T, D).
