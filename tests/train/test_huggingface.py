@@ -51,7 +51,9 @@ def test_a_folder_opens_in_transformers_and_gives_our_logits(tmp_path, tied, dty
     assert not any(report.values()), report
     assert theirs.dtype == dtype
     ids = torch.randint(61, (3, 32), generator=torch.Generator().manual_seed(0))
-    assert torch.equal(theirs(ids).logits, model(ids))
+    expected, actual = theirs(ids).logits, model(ids)
+    tolerance = 1e-6 * float(expected.abs().max()) if dtype == torch.float32 else 0  # our norm sums in another order
+    assert float((actual - expected).abs().max()) <= tolerance
     assert GenerationConfig.from_pretrained(tmp_path).eos_token_id == 2
 
 

@@ -6,6 +6,7 @@ checkpoint are the same in both modes.
 
 import logging
 import time
+import warnings
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, cast
 
@@ -24,6 +25,8 @@ log = logging.getLogger(__name__)
 
 def compiled(model: nn.Module, *, dropout: float) -> nn.Module:
     """``model`` with a forward that is compiled when it is first called. Dropout draws what the plain forward would draw."""
+    # Tracing a backward of our own reads the gradient of what has none, and torch warns of itself.
+    warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf", UserWarning)
     options: dict[str, Any] | None = {"fallback_random": True} if dropout else None
     return cast(nn.Module, torch.compile(model, dynamic=False, options=options))
 

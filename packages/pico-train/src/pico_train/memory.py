@@ -66,7 +66,7 @@ def memory(
 
     def forward(n: int) -> tuple[int, int]:
         tokens = n * model.max_seq_len
-        activations = activation_bytes(model, tokens, precision, recompute)
+        activations = activation_bytes(model, tokens, precision, recompute=recompute, on_gpu=on_gpu)
         head = head_bytes(model, tokens, precision, on_gpu=on_gpu)
         return activations + block_gradient_bytes(model, tokens, precision), head
 
@@ -108,21 +108,21 @@ def head_bytes(model: ModelConfig, tokens: int, precision: str, *, on_gpu: bool,
     return rows * model.vocab_size * copies + made * backward
 
 
-def activation_bytes(model: ModelConfig, tokens: int, precision: str, recompute: bool) -> int:
+def activation_bytes(model: ModelConfig, tokens: int, precision: str, *, recompute: bool, on_gpu: bool = False) -> int:
     """What a forward over ``tokens`` keeps for its backward, without the logits.
 
-    Per block and token, counted from what autograd saves: 8 D (the stream before and after attention, both norms before and after
-    their gain, the query, what attention gives, and that once more as the input of W_O), 2 D more with dropout; 2 K E keys and
-    values; 4 M of the SwiGLU; H + 2 statistics. Outside the blocks 2 D of the last norm, D more with dropout. In half precision the
+    Per block and token, counted from what autograd saves: 6 D, on a GPU 8 D (the stream before and after attention, both norms, on a
+    GPU before and after their gain, the query, what attention gives, and that once more as the input of W_O), 2 D more with dropout; 2 K E keys and
+    values; 4 M of the SwiGLU; H + 2 statistics. Outside the blocks D of the last norm, on a GPU 2 D, D more with dropout. In half precision the
     matrix products keep 2 bytes a number; the stream keeps 4. ``recompute`` (activation checkpointing) keeps the input of each block,
     and the rest of one block only.
     """
     narrow, wide = _widths(precision)
     D, dropout = model.d_model, model.dropout > 0
-    block = wide * ((8 + 2 * dropout) * D + model.attention_n_heads + 2)
+    block = wide * ((6 + 2 * on_gpu + 2 * dropout) * D + model.attention_n_heads + 2)
     block += narrow * (2 * model.n_kv_heads * model.head_dim + 4 * model.activation_hidden_dim)
     kept = model.n_layers * wide * D + block if recompute else model.n_layers * block
-    return tokens * (kept + wide * (2 + dropout) * D)
+    return tokens * (kept + wide * (1 + on_gpu + dropout) * D)
 
 
 def block_gradient_bytes(model: ModelConfig, tokens: int, precision: str) -> int:
