@@ -1,6 +1,7 @@
 """What is compared with what: steps, layers and runs, from the configuration to the table."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pandas as pd
@@ -11,7 +12,6 @@ from safetensors.torch import load_file
 
 from pico_analyze import results
 from pico_analyze.analysis import AnalysisError, analyze, describe, plan
-from pico_analyze.checkpoint.format import seal
 from pico_analyze.checkpoint.reader import open_run
 from pico_analyze.cli import main
 from pico_analyze.config import AnalysisConfig
@@ -229,16 +229,14 @@ class TestRuns:
             plan(runs, config(problem))
 
     def test_other_tokens_of_the_probe_are_refused(self, make_run):
-        folders = [make_run(name) for name in "ab"]
-        for path in folders[1].glob("checkpoints/*/manifest.json"):
-            manifest = json.loads(path.read_text())
-            manifest["capture"] |= {"rule": "position", "position": 3}
-            path.write_text(json.dumps(manifest | {"sha256": seal(manifest)}))
+        a, b = (open_run(make_run(name)) for name in "ab")
+        rule = {"rule": "position", "position": 3}
+        manifests = {
+            step: manifest.model_copy(update={"capture": manifest.capture.model_copy(update=rule)})
+            for step, manifest in b.manifests.items()
+        }
         with pytest.raises(AnalysisError, match="captured other tokens of the probe: by the rules all and position 3"):
-            plan(
-                [open_run(folder) for folder in reversed(folders)],
-                config(entry(target_checkpoint="same", target_run="b")),
-            )
+            plan([a, replace(b, manifests=manifests)], config(entry(target_checkpoint="same", target_run="b")))
 
 
 class TestRefused:

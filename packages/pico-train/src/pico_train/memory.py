@@ -112,10 +112,10 @@ def activation_bytes(model: ModelConfig, tokens: int, precision: str, *, recompu
     """What a forward over ``tokens`` keeps for its backward, without the logits.
 
     Per block and token, counted from what autograd saves: 6 D, on a GPU 8 D (the stream before and after attention, both norms, on a
-    GPU before and after their gain, the query, what attention gives, and that once more as the input of W_O), 2 D more with dropout; 2 K E keys and
-    values; 4 M of the SwiGLU; H + 2 statistics. Outside the blocks D of the last norm, on a GPU 2 D, D more with dropout. In half precision the
-    matrix products keep 2 bytes a number; the stream keeps 4. ``recompute`` (activation checkpointing) keeps the input of each block,
-    and the rest of one block only.
+    GPU before and after their gain, the query, what attention gives, and that once more as the input of W_O), 2 D more with dropout; 2
+    K E keys and values; 4 M of the SwiGLU; H + 2 statistics. Outside the blocks D of the last norm, on a GPU 2 D, D more with dropout.
+    In half precision the matrix products keep 2 bytes a number; the stream keeps 4. ``recompute`` (activation checkpointing) keeps the
+    input of each block, and the rest of one block only.
     """
     narrow, wide = _widths(precision)
     D, dropout = model.d_model, model.dropout > 0

@@ -294,6 +294,7 @@ def _sum_of_products(kernel: Tensor, other: Tensor, order: Tensor) -> float:
 
 def _reordered(kernel: Tensor, order: Tensor) -> Tensor:
     """Rows and columns of an (n, n) matrix in another order."""
+    order = order.to(kernel.device)
     return kernel.index_select(0, order).index_select(1, order)
 
 
