@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
+import torch
 import yaml
 from click.testing import CliRunner
 
@@ -448,7 +449,12 @@ def test_the_published_demo_runs_on_a_run_of_ours(make_run, make_shape):
 
 @pytest.mark.parametrize("path", sorted(OURS.glob("*.yaml")), ids=lambda path: path.stem)
 def test_our_files_run(path, make_run):
-    make_run("demo-tiny", suite="demo", steps=(0, 1))
+    def with_queries_and_keys(_, tensors):
+        for layer in (0, 1):
+            for name, rows in (("q_proj", 16), ("k_proj", 8)):
+                tensors["weights", None, f"layers.{layer}.attention.{name}"] = torch.ones(rows, 16)
+
+    make_run("demo-tiny", suite="demo", steps=(0, 1), change=with_queries_and_keys)
     assert ", 0 missing" in call("run", path).stdout
 
 

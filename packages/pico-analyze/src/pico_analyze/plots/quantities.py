@@ -56,6 +56,7 @@ METRICS: dict[str, MetricWords] = {
     "anisotropy": MetricWords("mean cosine"),
     "intrinsic_dimension": MetricWords("intrinsic dimension"),
     "eigenvalue_positivity": MetricWords("positivity of the eigenvalues"),
+    "composition_score": MetricWords("composition score"),
     "cka": MetricWords("CKA", limits=(0.0, 1.0)),
     "pwcca": MetricWords("PWCCA", limits=(0.0, 1.0)),
     "mean_cca": MetricWords("mean CCA", limits=(0.0, 1.0)),
@@ -77,6 +78,7 @@ NAMED_BY_PARAMETER = {
     "alpha": {"alpha": "power-law exponent", "ks_distance": "distance of the power-law fit"},
 }
 COMPONENTS = {"ov_circuit": "OV circuit", "qk_circuit": "QK circuit", "full_ov_circuit": "full OV circuit"}
+COMPONENTS |= {f"{letter}_composition": f"{letter.upper()}-composition" for letter in "qkv"}
 LOSSES = ("val_loss", "train_loss")  # the loss that stands for both comes first
 
 SEEDS = ["weights_seed", "data_seed", "dropout_seed"]
