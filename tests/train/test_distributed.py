@@ -294,8 +294,12 @@ def test_ranks_with_different_data_are_refused(folder: Path) -> None:
             ["training.fabric.strategy=fsdp", "monitoring.gradient_noise_scale=true"],
             "monitoring.gradient_noise_scale: true needs the gradient of each micro-batch, which fsdp keeps nowhere",
         ),
+        (
+            ["training.fabric.strategy=fsdp", "training.compile=true"],
+            "training.compile: true is not for a sharded model; use strategy ddp",
+        ),
     ],
-    ids=["number", "batch", "noise scale"],
+    ids=["number", "batch", "noise scale", "compile"],
 )
 def test_what_several_ranks_cannot_do_is_refused(folder: Path, overrides: list[str], message: str) -> None:
     history = History(folder / re.sub(r"\W+", "-", message[:60]))

@@ -5,7 +5,6 @@ each written at once or not at all, and on request the JSON files of the publish
 """
 
 import json
-import math
 import os
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -185,8 +184,8 @@ def read(folder: Path, name: str = "results") -> pd.DataFrame:
         raise ResultsError(f"{path} cannot be read ({error}); remove it and run the analysis again") from None
     if "reference_step" in frame and "reference_layer" not in frame:  # of before layers were compared with each other
         frame["reference_layer"] = frame["layer"].where(frame["reference_step"].notna())
-    for column in [column for column in ADDED if column in columns and column not in frame]:
-        frame[column] = math.nan
+    for column in [column for column in ("reference_head", *ADDED) if column in columns and column not in frame]:
+        frame[column] = pd.Series(index=frame.index, dtype=columns[column])
     lacking = [column for column in columns if column not in frame]
     if lacking:
         raise ResultsError(f"{path} lacks the columns {', '.join(lacking)}; remove it and run the analysis again")
