@@ -5,6 +5,7 @@ each written at once or not at all, and on request the JSON files of the publish
 """
 
 import json
+import math
 import os
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
