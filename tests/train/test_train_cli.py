@@ -61,6 +61,15 @@ def test_a_dry_run_says_what_it_needs_and_starts_nothing(pico: Pico, tiny_yaml: 
     assert not (tmp_path / "runs").exists()
 
 
+def test_a_dry_run_finds_the_data(pico: Pico, tiny_yaml: Path, tmp_path: Path, text_file: Path) -> None:
+    said = pico("run", tiny_yaml, "--dry-run").stdout
+    assert "data: 1 files, " in said
+    assert "the data was not read" in said
+    refused = pico("run", tiny_yaml, "--dry-run", "data.dataset.path=nowhere.txt")
+    assert refused.exit_code == 2
+    assert "data.dataset.path: nowhere.txt does not exist" in refused.output
+
+
 def test_the_disk_that_a_dry_run_states_is_what_the_trail_takes(pico: Pico, tiny_yaml: Path, tmp_path: Path) -> None:
     from pico_train.config import load_config
     from pico_train.estimate import estimate

@@ -210,6 +210,7 @@ def _load(words: tuple[str, ...], config: Path | None) -> "Suite":
 
 def _print_plan(suite: "Suite") -> None:
     from pico_train.config import not_built_yet
+    from pico_train.data.sources import open_source
     from pico_train.estimate import estimate
     from pico_train.memory import memory
 
@@ -222,12 +223,18 @@ def _print_plan(suite: "Suite") -> None:
             f"{needs.tokens:,} tokens, disk {_size(needs.disk_bytes)} and up to {_size(needs.restart_bytes)} of restart points\n"
             f"  {len(needs.save_steps)} checkpoints: {', '.join(map(str, needs.save_steps))}"
         )
-        batch, steps = config.data.dataloader.batch_size, config.training.optimization.gradient_accumulation_steps
+        fabric, steps = config.training.fabric, config.training.optimization.gradient_accumulation_steps
+        n_devices = fabric.num_nodes * (1 if fabric.num_devices == "auto" else fabric.num_devices)
+        batch = config.data.dataloader.batch_size // n_devices
         for size in (1, batch) if steps == "auto" else (batch // steps,):
             parts = memory(config, size)
             listed = ", ".join(f"{name} {_size(n_bytes)}" for name, n_bytes in asdict(parts).items() if n_bytes)
             click.echo(f"  memory with {size} sequences at a time {_size(parts.total)}: {listed}")
-    click.echo(f"{len(suite.runs)} runs, disk {_size(disk)}; nothing was started, and the data was not looked at")
+    for dataset in {config.data.dataset.model_dump_json(): config.data.dataset for config in suite.runs}.values():
+        if dataset.name in ("python-stdlib", "text"):
+            files = open_source(dataset).signature()
+            click.echo(f"data: {len(files):,} files, {_size(sum(stamp.size_bytes for stamp in files))}")
+    click.echo(f"{len(suite.runs)} runs, disk {_size(disk)}; nothing was started, and the data was not read")
     for problem in dict.fromkeys(problem for config in suite.runs for problem in not_built_yet(config)):
         click.echo(f"would be refused: {problem}")
     try:
