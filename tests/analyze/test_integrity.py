@@ -88,11 +88,11 @@ def statuses(run, *metrics):
 
 
 def test_a_sound_run(learning):
-    assert verify(learning(), code=0) == ["run demo: 6 complete checkpoints, no fault"]
+    assert verify(learning(), code=0) == ["run demo: 6 checkpoints, no fault"]
 
 
 def test_the_golden_run():
-    assert verify(GOLDEN, code=0)[-1].endswith("1 complete checkpoints, no fault")
+    assert verify(GOLDEN, code=0)[-1].endswith("1 checkpoints, no fault")
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_steps_between_which_nothing_was_learnt_are_the_same(learning, still):
     copy_step(run, 0, 1)
     copy_step(run, 0, 2)
     set_rates(run, {0: still, 1: still})
-    assert verify(run, code=0) == ["run demo: 6 complete checkpoints, no fault"]
+    assert verify(run, code=0) == ["run demo: 6 checkpoints, no fault"]
     assert {status for status, _ in statuses(run).values()} == {"ok"}
     set_rates(run, {0: still})  # the second update moved the weights, so steps 1 and 2 cannot be the same
     lines = verify(run, code=1)
@@ -123,7 +123,7 @@ def test_duplicated(learning):
     for line, (step, other) in zip(lines, ((2, 8), (8, 2)), strict=False):
         path = run / f"checkpoints/step_{step}/model.safetensors"
         assert line == f"{path}: all weights have the same content as in step {other}, although updates lie between"
-    assert lines[2:] == ["run demo: 6 complete checkpoints, 2 faults"]
+    assert lines[2:] == ["run demo: 6 checkpoints, 2 faults"]
     found = statuses(run)
     assert found[2, 0] == ("flagged", "the same content as step 8")
     assert found[8, 1] == ("flagged", "the same content as step 2")
@@ -183,7 +183,7 @@ def test_mislabelled(learning):
     lines = verify(run, code=1)
     assert lines[0].endswith("step_2 holds step 3, by its manifest")
     assert lines[1].endswith("step_4 belongs to another run (other, another)")
-    assert lines[2:] == ["run demo: 4 complete checkpoints, 2 faults"]
+    assert lines[2:] == ["run demo: 4 checkpoints, 2 faults"]
 
 
 def test_truncated_and_unfinished(learning):
@@ -226,7 +226,7 @@ def test_missing(learning):
     (run / "config.yaml").write_text(yaml.safe_dump(config))
     assert verify(run, code=1) == [
         f"{run}/checkpoints/step_10: is missing",
-        "run demo: 6 complete checkpoints, 1 fault",
+        "run demo: 6 checkpoints, 1 fault",
     ]
     shutil.rmtree(run / "checkpoints/step_1")
     (run / "checkpoints/step_10.tmp").mkdir()  # left by a kill: a later step is complete

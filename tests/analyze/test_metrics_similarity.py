@@ -186,15 +186,25 @@ class TestMinibatch:
         assert cka(x, y, "minibatch", kernel, batch=8) == cka(x, y, "debiased", kernel)
 
     def test_by_hand(self):
-        """17 samples in batches of at least 8: one of 9 and one of 8; HSIC of each by the definition, then the mean."""
+        """17 samples in random batches of at least 8: one of 9 and one of 8; HSIC of each by the definition, then the mean."""
         x, y = related(17, 3, 2)
+        value = cka(x, y, "minibatch", batch=8)
+        x, y = (z[np.random.default_rng(0).permutation(17)] for z in (x, y))
 
         def hsic(a, b):
             parts = (slice(0, 9), slice(9, 17))
             return np.mean([unbiased_hsic_by_loops(*((z[part] @ z[part].T).numpy() for z in (a, b))) for part in parts])
 
         expected = hsic(x, y) / math.sqrt(hsic(x, x) * hsic(y, y))
-        assert cka(x, y, "minibatch", batch=8) == pytest.approx(expected, rel=1e-9)
+        assert value == pytest.approx(expected, rel=1e-9)
+
+    def test_neighbours_that_are_alike_do_not_raise_it(self):
+        """Groups of 16 nearly equal rows, as the tokens of a sequence are: batches of neighbours would hold few groups."""
+        x, y = (
+            normal(64, 20, seed=seed).repeat_interleave(16, dim=0) + 0.1 * normal(1024, 20, seed=seed + 2)
+            for seed in (0, 1)
+        )
+        assert cka(x, y, "minibatch", batch=64) == pytest.approx(cka(x, y), abs=0.03)
 
     def test_many_batches_come_to_the_whole(self):
         x, y = related(4000, 5, 6)

@@ -281,6 +281,9 @@ METRICS = {"fails": Metric(f"{__name__}:fails", "entries", "", "", "")}
         ("return 1 / 0", "the metric failed: ZeroDivisionError: division by zero"),
         ("return entries", "the metric failed: it gave back a Tensor, not a float"),
         ("return float('nan')", "the result is nan, not a finite number"),
+        ("return 10**400", "the result does not fit into a float64"),
+        ("raise SystemExit(0)", "the metric failed: SystemExit: 0"),
+        ("raise MemoryError('of mine')", "the metric failed: MemoryError: of mine"),
     ],
 )
 def test_a_metric_that_fails_leaves_the_rest_of_the_table(run_folder, plugin, body, reason):
@@ -295,6 +298,25 @@ def test_a_metric_that_fails_leaves_the_rest_of_the_table(run_folder, plugin, bo
     assert list(frame["status"]) == ["undefined"] * 2 + ["ok"] * 4
     assert list(frame["reason"][:2]) == [reason] * 2
     assert frame["value"].isna().sum() == 2
+
+
+ZEROING = """
+from pico_analyze.metrics import Metric
+def zeroes(given):
+    getattr(given, "left", given).zero_()
+    return 1.0
+METRICS = {"zeroes": Metric(f"{__name__}:zeroes", "CONSUMES", "", "", "")}
+"""
+
+
+@pytest.mark.parametrize("consumes", ["entries", "spectrum", "matrix"])
+def test_a_metric_that_changes_what_it_is_given_changes_it_for_nobody_else(run_folder, plugin, consumes):
+    ours = metric("norm", norm_type="nuclear"), metric("gini")
+    harmful = plugin("zeroing_plugin", ZEROING.replace("CONSUMES", consumes))
+    harmed = measured(run_folder, metric("zeroes"), *ours, plugins=[harmful])
+    clean = measured(run_folder, *ours, plugins=[])
+    assert list(harmed[harmed["metric"] != "zeroes"]["value"]) == list(clean["value"])
+    assert set(harmed["status"]) == {"ok"}
 
 
 def test_a_failed_metric_is_tried_again(run_folder, plugin):

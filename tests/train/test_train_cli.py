@@ -61,6 +61,14 @@ def test_a_dry_run_says_what_it_needs_and_starts_nothing(pico: Pico, tiny_yaml: 
     assert not (tmp_path / "runs").exists()
 
 
+def test_a_dry_run_says_what_this_machine_would_refuse(pico: Pico, tiny_yaml: Path) -> None:
+    planned = pico("run", tiny_yaml, "--dry-run", "training.fabric.precision=16-mixed")
+    assert planned.exit_code == 0
+    assert (
+        "would be refused on this machine: training.fabric.precision: '16-mixed' needs a CUDA device" in planned.stdout
+    )
+
+
 def test_a_dry_run_finds_the_data(pico: Pico, tiny_yaml: Path, tmp_path: Path, text_file: Path) -> None:
     said = pico("run", tiny_yaml, "--dry-run").stdout
     assert "data: 1 files, " in said
@@ -141,6 +149,8 @@ def test_one_run_of_a_suite_per_process(pico: Pico, tiny_yaml: Path, tmp_path: P
     assert "seeds-s1 is finished" in again.stderr
     assert "seeds-s0" not in again.output
     nothing = pico("run", suite, "training.max_steps=1", "--shard", "4/4")
+    assert (nothing.exit_code, "nothing to do: shard 4/4" in nothing.stdout) == (0, True)
+    nothing = pico("run", suite, "training.max_steps=1", "--shard", "4/4", "--dry-run")
     assert (nothing.exit_code, "nothing to do: shard 4/4" in nothing.stdout) == (0, True)
     assert [pico("run", suite, *words).exit_code for words in (("--only", "s9"), ("--shard", "0/2"))] == [2, 2]
     planned = pico("run", suite, "--dry-run", "--shard", "2/2")

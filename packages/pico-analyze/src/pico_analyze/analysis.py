@@ -18,7 +18,7 @@ from pico_analyze.checkpoint.integrity import StandingStill, out_of_place, repea
 from pico_analyze.checkpoint.reader import Run, find_runs, open_run
 from pico_analyze.cluster import spread_on_cluster
 from pico_analyze.components import Selection
-from pico_analyze.config import AnalysisConfig
+from pico_analyze.config import AnalysisConfig, load_config
 from pico_analyze.device import check
 from pico_analyze.measure import FAILED, Key, Measured, Row, Work, missing
 from pico_analyze.plan import AnalysisError, Cell, describe, plan, steps_of
@@ -40,7 +40,7 @@ NOTES = (SAME_AS, NEARER_TO, OF_REFERENCE)
 
 def analyze(
     runs: str | Path | Run | Sequence[str | Path | Run],
-    config: AnalysisConfig | Mapping[str, Any],
+    config: AnalysisConfig | Mapping[str, Any] | str | Path,
     previous: pd.DataFrame | None = None,
     on_checkpoint: Callable[[str, int, int, Sequence[Row]], None] | None = None,
     jobs: int = 1,
@@ -54,7 +54,7 @@ def analyze(
 
     Args:
         runs: Runs that are open, or patterns as `find_runs` takes them.
-        config: A configuration, or a mapping of the same content. Its own ``runs`` are not looked at.
+        config: A configuration, a mapping of the same content, or the path of its file. Its own ``runs`` are not looked at.
         previous: An earlier table, from which values of the same content are taken; missing ones are retried. Only values
             that the metrics and components of now would give again belong into it.
         on_checkpoint: Called after each checkpoint with its name, how many are done, how many there are, and its rows:
@@ -70,6 +70,8 @@ def analyze(
         CheckpointError: a pattern names no run, or a run cannot be opened.
         AnalysisError: something that is asked for cannot be had.
     """
+    if isinstance(config, str | Path):
+        config = load_config(config)
     if not isinstance(config, AnalysisConfig):
         config = validated(AnalysisConfig, dict(config), "config")
     if dask is None:  # otherwise the workers are asked

@@ -193,7 +193,7 @@ def verify(run_paths: tuple[str, ...]) -> None:
         for fault in faults:
             click.echo(str(fault))
         said = "no fault" if not faults else "1 fault" if len(faults) == 1 else f"{len(faults)} faults"
-        click.echo(f"run {run.name}: {len(run.steps)} complete checkpoints, {said}")
+        click.echo(f"run {run.name}: {len(run.steps)} checkpoints, {said}")
     if n_faults:
         sys.exit(1)
 

@@ -156,9 +156,9 @@ def _pieces(component: Component, checkpoint: Checkpoint, selection: Selection) 
     try:
         pieces = list(component.pieces(checkpoint, selection))
         n_matrices = sum(isinstance(piece.matrix, Matrix) for piece in pieces)
-    except (CheckpointError, MemoryError):
+    except CheckpointError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise MeasuringError(f"the component failed: {type(error).__name__}: {error}") from error
     if n_matrices != len(pieces) or n_matrices != len(selection.heads):
         n_heads = len(selection.heads)

@@ -109,7 +109,10 @@ def problems(target: Target, runs: Sequence[Run]) -> list[str]:
     names = [run.name for run in runs]
     twice = sorted({name for name in names if names.count(name) > 1})
     if target.run == "all" and len(runs) < 2:
-        return [f"target_run: all needs two runs or more, and there is only {', '.join(names)}"]
+        return [
+            f"target_run: all needs two runs or more, and there is only {', '.join(names)}; name more with --run-path, or take "
+            "the entries with target_run out"
+        ]
     if target.run != "all" and target.run not in names:
         return [f"target_run: there is no run {target.run}; there are {', '.join(names)}"]
     if twice and target.run in ("all", *twice):

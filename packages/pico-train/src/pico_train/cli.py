@@ -60,11 +60,11 @@ def run(words: tuple[str, ...], config: Path | None, dry_run: bool, only: tuple[
     from pico_train.suite import selected
 
     suite = selected(_load(words, config), only, shard)
-    if dry_run:
-        _print_plan(suite)
-        return
     if not suite.runs:
         click.echo(f"nothing to do: shard {shard} of {suite.path} holds no run")
+        return
+    if dry_run:
+        _print_plan(suite)
         return
     n_processes = processes_to_start(suite.runs, place())
     if n_processes > 1:
@@ -212,6 +212,7 @@ def _print_plan(suite: "Suite") -> None:
     from pico_train.config import not_built_yet
     from pico_train.data.sources import open_source
     from pico_train.estimate import estimate
+    from pico_train.hardware import choose_hardware
     from pico_train.memory import memory
 
     disk = 0
@@ -239,8 +240,12 @@ def _print_plan(suite: "Suite") -> None:
         click.echo(f"would be refused: {problem}")
     try:
         processes_to_start(suite.runs, place())
+        for section in {
+            config.training.fabric.model_dump_json(): config.training.fabric for config in suite.runs
+        }.values():
+            choose_hardware(section, place())
     except UserError as error:
-        click.echo(f"would be refused: {error}")
+        click.echo(f"would be refused on this machine: {error}")
 
 
 def _print_table(header: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:

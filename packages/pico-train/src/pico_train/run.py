@@ -35,7 +35,7 @@ from pico_train.logs import log_to
 from pico_train.loop import Engine, Passes, micro_batches
 from pico_train.loop import train as train_loop
 from pico_train.memory import free_memory, micro_batch_size
-from pico_train.metrics_log import last_row
+from pico_train.metrics_log import Row, last_row
 from pico_train.model.decoder import PicoDecoder
 from pico_train.model.head import head_chunk
 from pico_train.objectives import next_token
@@ -217,6 +217,7 @@ def _train(
     if config.training.compile:
         part = micro_batches(batches.at(state.step), passes.micro_batch_size, ranks)[0].to(engine.fabric.device)
         try_compiled(engine.fabric, engine.forward, state.model, next_token, part, state.step)
+    _warn_of_the_schedule(config, passes)
     restart = config.checkpointing.restart
     restart_schedule = RestartSchedule(
         every_n_steps=restart.every_n_steps,
@@ -243,6 +244,11 @@ def _train(
             before_publishing=record.sync,
         )
         device, autocast = engine.fabric.device, engine.fabric.autocast
+
+        def logged(row: Row) -> None:
+            record.row(row)
+            stop.made_a_pass()
+
         try:
             done = train_loop(
                 state,
@@ -254,7 +260,7 @@ def _train(
                 restart_due=restart_schedule.due,
                 stopping=lambda: stop.reason is not None,
                 evaluate=Evaluator(folder.path, config.evaluation, cache, device, autocast, ranks),
-                log=record.row,
+                log=logged,
             )
             if not done:
                 record.hurry()
@@ -266,6 +272,19 @@ def _train(
     if not done:
         reason = stop.reason or "a signal to another rank"
         raise Stopped(f"{folder.name} stopped by {reason} at step {state.step:,}; the same command goes on there")
+
+
+def _warn_of_the_schedule(config: RunConfig, passes: Passes) -> None:
+    """Say what is allowed and seldom meant."""
+    warmup, restart = config.training.optimization.lr_warmup_steps, config.checkpointing.restart
+    if warmup >= passes.max_steps > 0:
+        log.warning(
+            "training.optimization.lr_warmup_steps: %d: the run of %d steps ends within its warm-up, at a part of lr",
+            warmup,
+            passes.max_steps,
+        )
+    if not passes.save_at and not restart.every_n_steps and restart.every_minutes is None:
+        log.warning("the run keeps nothing: checkpointing.schedule, save_every_n_steps and restart are all off")
 
 
 def _fitting(config: RunConfig, hardware: Hardware, ranks: Ranks) -> Callable[[int | None], int]:
@@ -324,6 +343,9 @@ def _go_on(folder: RunFolder, config: RunConfig, cache: TokenCache, state: Train
             _check_data(folder.path, found[1], cache)
         for parent in parents:
             remove_unfinished(parent)
+        last, _ = last_row(folder.metrics)
+        if not found and last and last["step"] > 0:
+            log.warning("%s has passes up to %d and no checkpoint: it starts again", folder.path, last["step"])
         return found[0] if found else None
 
     checkpoint = ranks.decided(newest)

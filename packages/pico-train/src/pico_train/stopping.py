@@ -31,7 +31,7 @@ class StopRequest:
         self._deadline = None if max_minutes is None else time.monotonic() + 60 * max_minutes
         self._max_minutes = max_minutes
         self._signal: str | None = None
-        self._deferred = False
+        self._deferred = self._made_a_pass = False
         self._handlers: dict[signal.Signals, object] = {}
 
     @property
@@ -39,13 +39,17 @@ class StopRequest:
         """Why to stop, None to go on."""
         if self._signal is not None:
             return self._signal
-        if self._deadline is not None and time.monotonic() >= self._deadline:
+        if self._made_a_pass and self._deadline is not None and time.monotonic() >= self._deadline:
             return f"the time limit of {self._max_minutes:g} minutes"
         return None
 
     def defer(self) -> None:
         """From now on a signal waits until it is asked for."""
         self._deferred = True
+
+    def made_a_pass(self) -> None:
+        """From now on the time limit counts: a start that is slower than it must not go on for ever without one pass."""
+        self._made_a_pass = True
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         name = signal.Signals(number).name

@@ -90,12 +90,14 @@ def out_of_place(run: Run, known: Mapping[tuple[int, str], int]) -> dict[tuple[i
         for row in checkpoint.select("weights"):
             if len(row.shape) > 1:
                 try:
-                    samples[row.module][step] = checkpoint.sample(row, N_SAMPLED)
+                    sample = checkpoint.sample(row, N_SAMPLED)
                 except CheckpointError:
                     continue  # whoever needs the tensor will say why it cannot be had
+                if sample.square().sum().isfinite():  # else it is far from everything, and its neighbours look lonely
+                    samples[row.module][step] = sample
     found: dict[tuple[int, str], int] = {}
     for module, by_step in samples.items():
-        if len({len(sample) for sample in by_step.values()}) == 1:
+        if by_step and len({len(sample) for sample in by_step.values()}) == 1:
             stacked = torch.stack(list(by_step.values()))
             distances = torch.cdist(stacked, stacked, compute_mode="donot_use_mm_for_euclid_dist").tolist()
             doubtful = {step for step in by_step if (step, module) in known}
@@ -146,6 +148,11 @@ def verify(run: Run) -> list[Fault]:
     faults = [(step, Fault(checkpoints / f"step_{step}", reason)) for step, reason in run.skipped.items()]
     for step in run.steps:
         faults += [(step, fault) for fault in _damaged(run, step)]
+        parent = run.manifests[step].parent
+        before = None if parent is None else checkpoints / f"step_{parent.step}" / MANIFEST
+        if parent and before and before.is_file() and file_hash(before) != parent.manifest_sha256:
+            text = f"was changed: it is not the {MANIFEST} that step {step} follows"
+            faults.append((parent.step, Fault(before, text)))
     same: dict[tuple[int, str], int] = {}
     try:
         same = repeated(run, StandingStill.of(run))
@@ -216,9 +223,12 @@ def _damaged(run: Run, step: int) -> Iterator[Fault]:
     for row in checkpoint.manifest.tensors:
         if row.file not in broken:
             try:
-                checkpoint.tensor(row)
+                tensor = checkpoint.tensor(row)
             except CheckpointError as error:
                 yield Fault(checkpoint.folder / row.file, str(error).removeprefix(f"{checkpoint.folder / row.file}: "))
+                continue
+            if row.kind == "weights" and not tensor.isfinite().all():
+                yield Fault(checkpoint.folder / row.file, f"{row.module} has entries that are not finite")
 
 
 def _grouped(found: Mapping[tuple[int, str], int]) -> dict[tuple[int, int], list[str]]:

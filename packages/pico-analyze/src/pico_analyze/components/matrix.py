@@ -8,6 +8,7 @@ Shapes: m rows (samples, or outputs of a weight), n columns (features, or inputs
 product, b blocks side by side, of which each c, where written, share a right factor.
 """
 
+import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -85,6 +86,11 @@ class Matrix:
     """The shape of the matrix of which ``left`` has the singular values and nothing else."""
     no_numbers: str | None = None
     """Why the matrix has no numbers at all."""
+
+    def clone(self) -> "Matrix":
+        """The same with numbers of its own; nothing that was computed of it comes along."""
+        right = None if self.right is None else self.right.clone()
+        return dataclasses.replace(self, left=self.left.clone(), right=right, reduced=None, squared=None)
 
     @classmethod
     def dense(cls, tensor: Tensor, dtype: str | None = None) -> Self:

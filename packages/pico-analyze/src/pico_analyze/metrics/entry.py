@@ -131,17 +131,23 @@ class Metric:
             arguments = tuple(matrix.entries() for matrix in matrices)
         elif self.consumes == "spectrum":
             arguments = tuple(matrix.spectrum().values for matrix in matrices)
+        if not self.function.startswith("pico_analyze."):  # what others do to it must not reach the next metric
+            arguments = tuple(argument.clone() for argument in arguments)
         try:
             value = measure(*arguments, **self.resolve(parameters))
-        except (Undefined, MemoryError):
+        except Undefined:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise MetricError(f"the metric failed: {type(error).__name__}: {error}") from error
         if not isinstance(value, Real) or isinstance(value, bool):
             raise MetricError(f"the metric failed: it gave back a {type(value).__name__}, not a float")
-        if not isfinite(value):
-            raise Undefined(f"the result is {value}, not a finite number")
-        return value if isinstance(value, float) else float(value)
+        try:
+            number = value if isinstance(value, float) else float(value)
+        except OverflowError:
+            raise Undefined("the result does not fit into a float64") from None
+        if not isfinite(number):
+            raise Undefined(f"the result is {number}, not a finite number")
+        return number
 
     def scores(self, x: "Matrix", y: "Matrix", **parameters: Value) -> "Scores":
         """The value of a pair as a function of the order of the samples of y.
@@ -157,9 +163,9 @@ class Metric:
         module, _, function = self.over_orders.partition(":")
         try:
             scores: Scores = getattr(import_module(module), function)(x, y, **self.resolve(parameters))
-        except (Undefined, MemoryError):
+        except Undefined:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise MetricError(f"the metric failed: {type(error).__name__}: {error}") from error
         return scores
 

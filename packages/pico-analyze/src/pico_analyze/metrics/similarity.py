@@ -54,9 +54,9 @@ def cka(
     * ``debiased``: HSIC = [tr(K' L') + sum(K') sum(L') / ((n - 1) (n - 2)) - 2/(n - 2) sum(K' L')]
       / (n (n - 3)), where K' and L' are K and L with zeros on the diagonal. This HSIC is right on average
       however few the samples, so the value is about 0 for unrelated features, also below; in [-1, 1];
-    * ``minibatch``: HSIC is the mean of the debiased one over minibatches: n // ``batch`` runs of neighbouring samples, as
-      equal as they can be, at least one. On average it is the debiased HSIC, at a cost of n batch instead of n^2
-      similarities.
+    * ``minibatch``: HSIC is the mean of the debiased one over minibatches: n // ``batch`` random parts of the
+      samples, as equal as they can be, at least one; parts of neighbours, such as the tokens of a sequence, would
+      raise it. On average it is the debiased HSIC, at a cost of n batch instead of n^2 similarities.
 
     1 when K and L agree up to scale, 0 (plug-in, linear) when no feature of x correlates with one of y. Symmetric;
     unchanged by scaling, shifts and orthogonal maps of the features and by one order of samples for both (minibatch: in
@@ -267,7 +267,8 @@ def _batches(a: Tensor, name: str, estimator: str, kernel: str, batch: int) -> l
     """What HSIC takes of each batch: the centred features (linear) or the kernel (rbf); without minibatches of all."""
     batches: Sequence[Tensor] = [a]
     if estimator == "minibatch" and len(a) >= 2 * batch:
-        batches = [part - part.mean(0) for part in torch.tensor_split(a, len(a) // batch)]
+        order = torch.from_numpy(np.random.default_rng(0).permutation(len(a)))  # of n alone: the same for both sides
+        batches = [part - part.mean(0) for part in torch.tensor_split(a[order], len(a) // batch)]
     return [_rbf(part, name) if kernel == "rbf" else part for part in batches]
 
 

@@ -48,17 +48,26 @@ def scale_x(axes: Axes, xs: NDArray[np.float64], x: Horizontal, *, symlog: bool,
 
 
 def symlog_ticks(first: float, last: float, *, zero: bool) -> tuple[list[float], list[float]]:
-    """Major ticks at 0 and at most five powers of ten between first and last, minor ticks between them.
+    """Major ticks at 0, at most five powers of ten between first and last, and at the last where there is room for its number; minor
+    ticks between them.
 
     >>> symlog_ticks(1, 30, zero=True)
     ([0.0, 1.0, 10.0], [2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0, 20.0, 30.0])
+    >>> symlog_ticks(10, 90, zero=False)
+    ([10.0, 90], [20.0, 30.0, 40.0, 50.0, 60.0, 70.0, 80.0])
     """
     powers = range(math.floor(math.log10(first)), math.ceil(math.log10(last)) + 1)
     ticks = [m * 10.0**power for power in powers for m in range(1, 10)]
     within = [tick for tick in ticks if first <= tick <= last]
     decades = [tick for tick in within if tick in ticks[::9]] or [first]
-    minor = [tick for tick in within if tick not in decades]
-    return [0.0] * zero + decades[:: math.ceil(len(decades) / 5)], minor
+    shown = decades[:: math.ceil(len(decades) / 5)]
+    width = math.log10(last / first)
+    if last > first and math.log10(last / shown[-1]) > max(
+        0.6, 0.18 * width
+    ):  # a number is as wide as about a sixth of a panel
+        shown.append(last)
+    minor = [tick for tick in within if tick not in (*decades, *shown)]
+    return [0.0] * zero + shown, minor
 
 
 def scale_y(axes: Axes, drawn: Iterable[NDArray[np.float64]], quantity: Quantity) -> None:

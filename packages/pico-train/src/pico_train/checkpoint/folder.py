@@ -135,9 +135,11 @@ def _check_changes(path: Path, old: RunConfig, new: RunConfig) -> None:
             "(checkpointing.run_name; for a suite the key `name`)"
         )
     for key in sorted(changed.keys() - {"training.max_steps"}):
-        log.warning(
-            "%s; from here on the numbers of the run agree with the old setting up to rounding only", changed[key]
-        )
+        parts = key.endswith(("num_nodes", "num_devices", "gradient_accumulation_steps"))
+        effect = "agree with the old setting up to rounding only"
+        if parts and new.model.dropout > 0:
+            effect = "differ from those of the old setting: another number of micro-batches draws another dropout"
+        log.warning("%s; from here on the numbers of the run %s", changed[key], effect)
 
 
 def read_identity(path: Path) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -132,10 +133,11 @@ def write_checkpoint(
             flush(inner)
         staging.rename(folder)
         flush(folder.parent)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         shutil.rmtree(staging, ignore_errors=True)
+        why = error.strerror if isinstance(error, OSError) else None
         raise CheckpointError(
-            f"{folder} could not be written: {error.strerror or error}. Checkpoints published before it are untouched; "
+            f"{folder} could not be written: {why or error}. Checkpoints published before it are untouched; "
             "make room or mend the folder, and start the same command again"
         ) from error
     return manifest
