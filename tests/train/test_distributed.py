@@ -103,11 +103,9 @@ def test_two_ranks_train_capture_and_store_what_one_does(one: History, two: Hist
     assert_same_rows(one, two)
 
 
-def test_the_noise_scale_is_that_of_all_micro_batches(one: History, folder: Path) -> None:
-    noise = [
-        [row["noise_scale"] for row in read_rows(history / "runs/run/metrics.jsonl")]
-        for history in (one.folder, folder / "ddp")
-    ]
+@pytest.mark.parametrize("two", ["ddp"], indirect=True)
+def test_the_noise_scale_is_that_of_all_micro_batches(one: History, two: History) -> None:
+    noise = [[row["noise_scale"] for row in read_rows(history.run / "metrics.jsonl")] for history in (one, two)]
     for a, b in zip(*noise, strict=True):
         assert b == (None if a is None else pytest.approx(a, rel=1e-3))  # a difference of nearly equal numbers
 

@@ -15,6 +15,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 import pico_train
+from pico_train import loop
 from pico_train.checkpoint.folder import RunFolderError
 from pico_train.checkpoint.format import CheckpointError, read_manifest, seal, step_folders
 from pico_train.checkpoint.lock import locked
@@ -406,6 +407,30 @@ def test_a_signal_stops_after_the_pass_with_a_restart_point(tiny: Tiny, monkeypa
     with pytest.raises(Stopped, match=r"tiny stopped by SIGTERM at step 4; the same command goes on there") as caught:
         pico_train.train(config)
     assert caught.value.exit_code == 75
+    monkeypatch.undo()
+    [stopped] = pico_train.train(config)
+    assert rows_without_timings(stopped.path) == rows_without_timings(whole.path)
+    assert same(weights(checkpoints(stopped.path)[6]), weights(checkpoints(whole.path)[6]))
+
+
+def test_a_signal_does_not_wait_for_the_micro_batches_to_come(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pass may take longer than a grace time: it is given up, and made again whole by the next start."""
+    parts = "training.optimization.gradient_accumulation_steps=4"
+    [whole] = pico_train.train(tiny(parts, "checkpointing.run_name=whole"))
+    seeds, real = [], loop.pass_seed
+
+    def signalled(dropout_seed: int, step: int, micro: int) -> int:
+        seeds.append((step, micro))
+        if (step, micro) == (3, 1):
+            os.kill(os.getpid(), signal.SIGTERM)
+        return real(dropout_seed, step, micro)
+
+    monkeypatch.setattr(loop, "pass_seed", signalled)
+    config = tiny(parts)
+    with pytest.raises(Stopped, match=r"stopped by SIGTERM at step 3; the same command goes on there"):
+        pico_train.train(config)
+    assert seeds[-1] == (3, 1)
+    assert list(step_folders(Path(config.checkpointing.runs_dir) / "tiny" / "restart")) == [3]
     monkeypatch.undo()
     [stopped] = pico_train.train(config)
     assert rows_without_timings(stopped.path) == rows_without_timings(whole.path)

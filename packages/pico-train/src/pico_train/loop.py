@@ -34,6 +34,10 @@ if TYPE_CHECKING:
 MAX_RESCALES = 16  # how often one fp16 pass is repeated at half the loss scale before its gradient counts as not finite
 
 
+class _Interrupted(Exception):
+    """A pass was given up between two micro-batches; it has changed nothing, and is made again from its beginning."""
+
+
 class NonFiniteError(PicoError):
     """The loss or a gradient is NaN or infinite; nothing was saved or updated in that pass."""
 
@@ -119,7 +123,7 @@ def train(
 ) -> bool:
     """Run the passes from ``state.step`` to ``passes.max_steps``; whether the end was reached.
 
-    Asked before each pass, ``stopping`` ends the loop with a restart point of the step that was reached. ``state`` is changed in place.
+    Asked before each pass and each micro-batch, ``stopping`` ends the loop with a restart point of the step that was reached. ``state`` is changed in place.
     Every rank runs this loop; ``log`` is given what holds for all of them, and ``captured`` is empty on ranks other than the first.
 
     Raises:
@@ -139,7 +143,11 @@ def train(
         rule = passes.rule if saving else None
         positions = rule.positions(batch, passes.data_seed) if rule else None
 
-        outcome = computed(state, passes, engine, batch, rule, positions)
+        try:
+            outcome = computed(state, passes, engine, batch, rule, positions, stopping)
+        except _Interrupted:
+            save_restart_point(state)
+            return False
         if not outcome.finite and (passes.non_finite == "stop" or state.skipped_updates == passes.max_skips):
             raise NonFiniteError(non_finite_message(step, outcome.losses, model, passes))
         captured: dict[Split, Captured] = {}
@@ -193,7 +201,13 @@ def train(
 
 
 def computed(
-    state: TrainState, passes: Passes, engine: Engine, batch: Batch, rule: CaptureRule | None, positions: Tensor | None
+    state: TrainState,
+    passes: Passes,
+    engine: Engine,
+    batch: Batch,
+    rule: CaptureRule | None,
+    positions: Tensor | None,
+    stopping: Callable[[], bool],
 ) -> Outcome:
     """Forward and backward over the global ``batch``; under fp16 again at half the loss scale until the gradient is finite."""
     model, scaler, ranks = state.model, state.scaler, engine.ranks
@@ -212,6 +226,7 @@ def computed(
                 passes.dropout_seed,
                 norms,
                 ranks,
+                stopping,
             )
         scale = scaler.get_scale() if scaler else 1.0
         if scaler:
@@ -246,6 +261,7 @@ def forward_backward(
     dropout_seed: int,
     norms: MicroBatchNorms | None = None,
     ranks: Ranks = ALONE,
+    stopping: Callable[[], bool] = lambda: False,
 ) -> Tensor:
     """Add the gradient of the mean loss over the scored tokens of the global ``batch`` to ``.grad``.
 
@@ -254,10 +270,15 @@ def forward_backward(
 
     Returns:
         What each part of all ranks adds to the mean loss (parts,), in the order of the batch: they sum up to it.
+
+    Raises:
+        _Interrupted: ``stopping`` was true before a part but the first, on some rank.
     """
     parts = micro_batches(batch, micro_batch_size, ranks)
     losses = torch.zeros(len(parts), device=batch.input_ids.device)
     for number, part in enumerate(parts):
+        if number and ranks.any(stopping())[0]:
+            raise _Interrupted
         # Gradients are averaged over the ranks in the backward of the last part, so that one goes through it even if none of it counts.
         averaging = ranks.size > 1 and number == len(parts) - 1 and norms is None
         if part.n_scored == 0 and not averaging:

@@ -1,4 +1,4 @@
-"""When to stop before the end: a signal or the time limit. Asked once per pass, so that a stop never cuts one in two."""
+"""When to stop before the end: a signal or the time limit. Asked between micro-batches, so that a stop never cuts one in two."""
 
 import logging
 import signal
@@ -57,7 +57,7 @@ class StopRequest:
             raise Stopped(f"stopped by {name} before the first pass; the same command starts again")
         if self._signal is None:
             self._signal = name
-            log.warning("%s: stopping after this pass", name)
+            log.warning("%s: stopping after this micro-batch", name)
 
     def __enter__(self) -> "StopRequest":
         if threading.current_thread() is threading.main_thread():  # nowhere else may handlers be set
