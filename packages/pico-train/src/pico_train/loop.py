@@ -123,8 +123,9 @@ def train(
 ) -> bool:
     """Run the passes from ``state.step`` to ``passes.max_steps``; whether the end was reached.
 
-    Asked before each pass and each micro-batch, ``stopping`` ends the loop with a restart point of the step that was reached. ``state`` is changed in place.
-    Every rank runs this loop; ``log`` is given what holds for all of them, and ``captured`` is empty on ranks other than the first.
+    Asked before each pass and each micro-batch, ``stopping`` ends the loop with a restart point of the step that was reached. ``state``
+    is changed in place. Every rank runs this loop; ``log`` is given what holds for all of them, and ``captured`` is empty on ranks
+    other than the first.
 
     Raises:
         NonFiniteError: a loss or gradient is not finite and the rule is to stop, or has skipped ``max_skips`` updates.
