@@ -258,6 +258,16 @@ def with_more(*, tied=True):
     return change
 
 
+def test_a_pattern_takes_every_module_that_fits(run_folder):
+    manifest = open_run(run_folder).manifests[0]
+    found = Simple("weights", None, [1], "attention.[ov]_proj").select(manifest)
+    assert sorted(selection.module for selection in found) == ["attention.o_proj", "attention.v_proj"]
+    with pytest.raises(
+        ComponentError, match=r"no module ends in 'attention\.x\*'; weights there are of .*attention\.v_proj"
+    ):
+        Simple("weights", None, "all", "attention.x*").select(manifest)
+
+
 @pytest.mark.parametrize(
     ("role", "module"), [("v", "attention.v_proj"), ("down", "swiglu.w_2"), ("embed", "embedding_proj")]
 )

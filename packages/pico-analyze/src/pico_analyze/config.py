@@ -69,8 +69,8 @@ class ComponentEntry(Section):
     )
     layer_suffixes: Text | dict[str, Text] | None = Field(
         None,
-        description="end of the module names, e.g. swiglu.w_2; for ov_circuit a mapping with value_layer and "
-        "output_layer, for qk_circuit with query_layer and key_layer, for compositions all of them; null = by role",
+        description="end of the module names, e.g. swiglu.w_2, or a pattern of it, e.g. swiglu.*; for ov_circuit a mapping "
+        "with value_layer and output_layer, for qk_circuit with query_layer and key_layer, for compositions all of them; null = by role",
     )
     role: Literal["q", "k", "v", "o", "gate", "up", "down", "embed", "unembed"] | None = Field(
         None, description="what the modules do, in the place of layer_suffixes, for simple and delta"

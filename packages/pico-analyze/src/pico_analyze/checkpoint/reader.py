@@ -11,6 +11,7 @@ import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -55,8 +56,13 @@ class RunIdentity(BaseModel):
 
 
 def matches_suffix(module: str, suffix: str) -> bool:
-    """Whether ``module`` ends in ``suffix`` at a dot: ``attention.v_proj`` in ``v_proj``, not in ``proj``."""
-    return module == suffix or module.endswith(f".{suffix}")
+    """Whether ``module`` ends in ``suffix`` at a dot: ``attention.v_proj`` in ``v_proj``, not in ``proj``; ``*``, ``?`` and ``[...]``
+    stand for what they stand for in the names of files.
+
+    >>> [matches_suffix("layers.0.attention.v_proj", suffix) for suffix in ("v_proj", "proj", "attention.*", "[kv]_proj")]
+    [True, False, True, True]
+    """
+    return fnmatchcase(f".{module}", f"*.{suffix}")
 
 
 @dataclass
