@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "train"))
 
 import kills
 
-from pico_train.checkpoint.format import MANIFEST, FileRow, file_hash, read_manifest
+from pico_train.checkpoint.format import MANIFEST, FileRow, file_hash, read_manifest, seal
 from pico_train.checkpoint.write import manifest_text
 from pico_train.metrics_log import read_rows
 
@@ -96,7 +96,8 @@ def claim(source: Path, folder: Path, step: int) -> None:
     row = FileRow(path=STATE, bytes=(folder / STATE).stat().st_size, sha256=file_hash(folder / STATE))
     files = [row if old.path == STATE else old for old in manifest.files]
     (folder / MANIFEST).unlink()
-    (folder / MANIFEST).write_text(manifest_text(manifest.model_copy(update={"step": step, "files": files})))
+    claimed = manifest.model_copy(update={"step": step, "files": files})
+    (folder / MANIFEST).write_text(manifest_text(claimed.model_copy(update={"sha256": seal(claimed.model_dump())})))
 
 
 def as_user(history: kills.History, step: int) -> float:
