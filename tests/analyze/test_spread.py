@@ -178,7 +178,13 @@ def test_ctrl_c_leaves_a_valid_table(make_run, analysis):
         "--jobs=2",
     ]
     process = subprocess.Popen(
-        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True
+        command,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        # tests that run in the background of a shell are deaf to Ctrl-C, and so is what they start
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     for line in process.stderr:
         if line.startswith("4 of 5 checkpoints"):
