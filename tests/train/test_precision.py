@@ -46,3 +46,13 @@ def test_what_the_device_has_is_taken_as_asked_for(gpu: None, precision: str) ->
 def test_fp16_on_a_cpu_is_refused() -> None:
     with pytest.raises(UserError, match="'16-mixed' needs a CUDA device and this run is on cpu"):
         choose_hardware(FabricConfig(precision="16-mixed", accelerator="cpu"), Place())
+
+
+def test_a_mac_computes_in_fp32_unless_it_is_asked_for_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    hardware = choose_hardware(FabricConfig(), Place())
+    assert (hardware.accelerator, hardware.precision) == ("mps", "32-true")
+    assert choose_hardware(FabricConfig(precision="bf16-mixed"), Place()).precision == "bf16-mixed"
+    with pytest.raises(UserError, match="'16-mixed' needs a CUDA device and this run is on mps"):
+        choose_hardware(FabricConfig(precision="16-mixed"), Place())
