@@ -108,7 +108,7 @@ def _draw(quantity: Quantity, panels: Sequence[Panel], words: tuple[str, str], o
     n_columns = min(len(panels), per_row if per_row <= 6 else 4)
     n_rows = math.ceil(len(panels) / n_columns)
     width = DOUBLE if n_columns > 1 else SINGLE
-    side = min((width - 0.9) / n_columns - 0.35, 2.4)  # of a square, in inches
+    side = (width - 0.9) / n_columns - 0.35  # of a square, in inches
     figure = style.figure(width, 0.55 + n_rows * (side + 0.32))
     grid = figure.subplots(n_rows, n_columns, squeeze=False)
     tables = [pd.DataFrame(panel.values) for panel in panels]
