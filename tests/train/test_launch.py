@@ -28,9 +28,9 @@ posix = pytest.mark.skipif(os.name != "posix", reason="signals and processes of 
 
 @contextmanager
 def started(history: History, *before: str, after: tuple[str, ...] = ()) -> Iterator[subprocess.Popen[str]]:
-    """``pico-train`` as a user starts it, below ``before``; killed at the end if it is still there."""
-    output = history.folder / "output.txt"
-    command = [sys.executable, *before, "-m", "pico_train.cli", *history.words(), *after]
+    """``pico-train`` as a user starts it, below ``before``, or as that does; killed at the end if it is still there."""
+    words, output = history.words(), history.folder / "output.txt"
+    command = [sys.executable, *before, *(() if "-c" in before else ("-m", "pico_train.cli")), *words, *after]
     with output.open("a", encoding="utf-8") as file:
         process = subprocess.Popen(command, stdout=file, stderr=file, text=True, start_new_session=True)
         try:
@@ -66,6 +66,48 @@ def test_the_command_starts_its_ranks_and_a_signal_stops_them(tmp_path: Path) ->
     assert "2 ranks by ddp" in history.output.read_text()
     assert "run stopped by SIGUSR1 at step " in history.output.read_text()
     assert kills.stands_at(history.run) == len(read_rows(history.run / "metrics.jsonl")) >= 4
+
+
+SLOW_TO_LEAVE = """
+import atexit, os, pathlib, time
+from pico_train import launch
+from pico_train.cli import main
+
+def leave():
+    here = pathlib.Path(os.environ["LEAVING"], os.environ.get("RANK", "starter"))
+    here.write_text(f"{os.getpid()} leaves")
+    while not here.with_suffix(".signalled").exists():
+        time.sleep(0.01)
+
+atexit.register(leave)
+launch.COMMAND = (*launch.COMMAND[:1], "-c", os.environ["ENTRY"])
+main()
+"""
+
+
+@posix
+def test_a_second_signal_while_they_end_does_not_change_the_exit_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each process is signalled again, in every way, once the run is saved and Python is about to leave."""
+    history, leaving = History(tmp_path / "run"), tmp_path / "leaving"
+    leaving.mkdir()
+    monkeypatch.setenv("LEAVING", str(leaving))
+    monkeypatch.setenv("ENTRY", SLOW_TO_LEAVE)
+    with started(history, "-c", SLOW_TO_LEAVE, after=(*TWO, *LONG)) as process:
+        wait_for_row(history.run, 3)
+        process.send_signal(signal.SIGTERM)
+        for here in (leaving / "0", leaving / "1", leaving / "starter"):
+            deadline = time.monotonic() + kills.TIMEOUT_S
+            while not (here.exists() and here.read_text()):
+                assert time.monotonic() < deadline, history.output.read_text()
+                time.sleep(0.01)
+            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+                os.kill(int(here.read_text().split()[0]), number)
+            here.with_suffix(".signalled").touch()
+        assert process.wait(kills.TIMEOUT_S) == 75, history.output.read_text()
+    assert "was ended by" not in history.output.read_text()
+    assert history.output.read_text().count("run stopped by SIGTERM at step ") == 1
 
 
 RANK = """

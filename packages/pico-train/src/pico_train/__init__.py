@@ -31,6 +31,8 @@ def train(config: "str | Path | Mapping[str, Any] | RunConfig | Suite", *overrid
         PicoError: what is wrong with the configuration, the data or a file, in one message.
     """
     from pico_train.run import train_suite  # torch and lightning take seconds
+    from pico_train.stopping import StopRequest
     from pico_train.suite import as_suite
 
-    return train_suite(as_suite(config, overrides), command=["pico_train.train"])
+    with StopRequest() as stop:
+        return train_suite(as_suite(config, overrides), ["pico_train.train"], stop)

@@ -75,10 +75,10 @@ def run(words: tuple[str, ...], config: Path | None, dry_run: bool, only: tuple[
     stop_with_the_starter()
     from pico_train.stopping import StopRequest
 
-    with StopRequest(max_minutes=None):  # a signal during the slow imports ends as one after them
+    with StopRequest(ends_process=True) as stop:  # before the slow imports: a signal during them ends as one after them
         from pico_train.run import train_suite  # torch and lightning take seconds
 
-        results = train_suite(suite, command=["pico-train", *sys.argv[1:]])
+        results = train_suite(suite, ["pico-train", *sys.argv[1:]], stop)
     if place().rank > 0:
         return
     for result in results:

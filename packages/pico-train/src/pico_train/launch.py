@@ -104,8 +104,8 @@ def processes_to_start(runs: "Sequence[RunConfig]", here: Place) -> int:
 def start(n: int, words: Sequence[str]) -> int:
     """Run ``pico-train`` with ``words`` as ``n`` processes on this machine, and return the exit code: that of the first that fails.
 
-    Signals are passed on. When a process fails, those that do not end by themselves within ``GRACE_S`` are killed, for they may wait
-    for it for ever.
+    Signals are passed on, and ignored once all have ended, for the caller exits with that code. When a process fails, those that do not
+    end by themselves within ``GRACE_S`` are killed, for they may wait for it for ever.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -126,7 +126,8 @@ def start(n: int, words: Sequence[str]) -> int:
             process.send_signal(number)
 
     numbers = [getattr(signal, name) for name in ("SIGTERM", "SIGUSR1", "SIGINT") if hasattr(signal, name)]
-    before = {number: signal.signal(number, pass_on) for number in numbers}
+    for number in numbers:
+        signal.signal(number, pass_on)
     try:
         for rank in range(n):
             env = os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
@@ -137,8 +138,8 @@ def start(n: int, words: Sequence[str]) -> int:
     finally:
         for process in processes:
             process.kill()
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for number in numbers:
+            signal.signal(number, signal.SIG_IGN)
 
 
 def _wait(processes: Sequence[subprocess.Popen[bytes]]) -> int:

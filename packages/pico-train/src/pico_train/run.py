@@ -68,8 +68,8 @@ class RunResult:
     seconds: float
 
 
-def train_suite(suite: Suite, command: Sequence[str]) -> list[RunResult]:
-    """Train every run of a suite, one after the other; a finished one is left as it is.
+def train_suite(suite: Suite, command: Sequence[str], stop: StopRequest) -> list[RunResult]:
+    """Train every run of a suite, one after the other; a finished one is left as it is. ``stop`` is given the time limit of the first.
 
     Where several processes were started, each of them calls this, and all train every run together.
 
@@ -88,12 +88,10 @@ def train_suite(suite: Suite, command: Sequence[str]) -> list[RunResult]:
     section, max_minutes = suite.runs[0].training.fabric, suite.runs[0].training.max_minutes
     if here.rank > 0:
         logging.getLogger("pico_train").setLevel(logging.ERROR)  # rank 0 says the rest
-    with (
-        StopRequest(max_minutes if here.rank == 0 else None) as stop,
-        gathered(
-            here, on_cuda=choose_hardware(section, here).accelerator == "cuda", timeout_minutes=section.timeout_minutes
-        ) as ranks,
-    ):
+    if max_minutes is not None and here.rank == 0:
+        stop.limit(max_minutes)
+    on_cuda = choose_hardware(section, here).accelerator == "cuda"
+    with gathered(here, on_cuda=on_cuda, timeout_minutes=section.timeout_minutes) as ranks:
         settings = {
             f"{c.checkpointing.run_name}: {k}": shown(v)
             for c in suite.runs

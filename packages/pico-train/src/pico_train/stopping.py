@@ -24,15 +24,21 @@ class StopRequest:
     """Turns signals and the time limit into a reason to stop.
 
     Before ``defer`` there is nothing to save, and a signal raises ``Stopped`` at once. Afterwards it is only noted, and ``reason`` tells;
-    a second signal changes nothing.
+    a second signal changes nothing. When the block is left, signals do again what they did before it; but where that ``ends_process``, for
+    its caller goes on to exit, and it is left by a stop, they are ignored from then on, so that none changes the exit code.
     """
 
-    def __init__(self, max_minutes: float | None) -> None:
-        self._deadline = None if max_minutes is None else time.monotonic() + 60 * max_minutes
-        self._max_minutes = max_minutes
+    def __init__(self, *, ends_process: bool = False) -> None:
+        self._ends_process = ends_process
+        self._deadline: float | None = None
+        self._max_minutes: float | None = None
         self._signal: str | None = None
         self._deferred = self._made_a_pass = False
         self._handlers: dict[signal.Signals, object] = {}
+
+    def limit(self, max_minutes: float) -> None:
+        """Set the time limit, counted from now."""
+        self._deadline, self._max_minutes = time.monotonic() + 60 * max_minutes, max_minutes
 
     @property
     def reason(self) -> str | None:
@@ -66,6 +72,7 @@ class StopRequest:
                     self._handlers[number] = signal.signal(number, self._on_signal)
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        stopped = isinstance(error, PicoError) and error.exit_code == Stopped.exit_code  # here, or as rank 0 tells
         for number, handler in self._handlers.items():
-            signal.signal(number, handler)  # type: ignore[arg-type]
+            signal.signal(number, signal.SIG_IGN if stopped and self._ends_process else handler)  # type: ignore[arg-type]
