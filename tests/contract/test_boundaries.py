@@ -26,6 +26,7 @@ ORDER = {
         "flops",
         "objectives",
         "compile",
+        "muon",
         "optim",
         "state",
         "capture",

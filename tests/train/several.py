@@ -1,6 +1,7 @@
-"""Start ``pico-train run`` as several ranks that find each other over gloo, without paying for imports: see ``kills.py``.
+"""Start ``pico-train run`` as several ranks that find each other over gloo, without paying for imports (see ``kills.py``).
 
-Each rank is a process forked from one that has imported torch and lightning, with the variables that torchrun would set.
+Each rank is a process forked from one that has imported torch and lightning, with the variables that torchrun would set. What such
+runs leave is compared by ``assert_same_checkpoints`` and ``assert_same_rows``.
 """
 
 import faulthandler
@@ -11,10 +12,20 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import kills
+import pytest
+from kills import MAX_STEPS, History
+from safetensors.torch import load_file
 
+from pico_train.checkpoint.format import step_folders
+from pico_train.checkpoint.resume import verify_run
+from pico_train.metrics_log import read_rows
+
+ACCUMULATION = "training.optimization.gradient_accumulation_steps"
+TOLERANCE = 1e-5  # of a tensor's largest entry: what sums in another order leave of fp32
 Prepare = Callable[[int], None]  # called with its rank in each process before the command line runs
 
 
@@ -83,3 +94,59 @@ def _rank(words: list[str], output: Path, env: dict[str, str], prepare: Prepare 
     if prepare:
         prepare(int(env["RANK"]))
     main(words)
+
+
+def trained(
+    folder: Path, name: str, n: int, *overrides: str, parts: int = 4, prepare: Prepare | None = None
+) -> History:
+    """A run as ``n`` ranks, to its end, of ``parts`` micro-batches in all; with dropout, which the ranks draw alike."""
+    history = History(folder / name, (f"{ACCUMULATION}={parts // n}", *overrides))
+    ranks = run(history.words(), history.folder, n, prepare)
+    assert ranks.codes == [0] * n, "".join(ranks.printed(rank) for rank in range(n))
+    return history
+
+
+def killed_at(step: int, rank: int) -> Prepare:
+    """Make rank ``rank`` kill itself once update ``step`` of its process is done."""
+    return partial(_arm, kills.Moment("pico_train.loop:update", 1, step), rank)
+
+
+def _arm(moment: kills.Moment, which: int, rank: int) -> None:
+    if rank == which:
+        kills.arm(moment)
+
+
+def assert_same_checkpoints(whole: History, other: History, tolerance: float = TOLERANCE) -> None:
+    """The same checkpoints with the same tensors: integers exactly, numbers to a share of the largest entry.
+
+    Of a moment the largest entry over all parameters counts: backward through a softmax cancels, and what is left of a small gradient has
+    the rounding of what went into it.
+    """
+    folders = step_folders(whole.run / "checkpoints")
+    assert list(step_folders(other.run / "checkpoints")) == list(folders)
+    for step, folder in folders.items():
+        for path in folder.rglob("*.safetensors"):
+            stored = load_file(other.run / "checkpoints" / folder.name / path.relative_to(folder))
+            expected = load_file(path)
+            assert list(stored) == list(expected)
+            largest = {key: tensor.abs().max() for key, tensor in expected.items()}
+            if path.name == "optimizer.safetensors":
+                moments = {key: key.rpartition(".")[2] for key in expected}
+                largest = {key: max(largest[k] for k in largest if moments[k] == moments[key]) for key in largest}
+            for key, tensor in expected.items():
+                assert (stored[key].dtype, stored[key].shape) == (tensor.dtype, tensor.shape)
+                error = (stored[key] - tensor).abs().max()
+                limit = tolerance * largest[key] if tensor.is_floating_point() else 0
+                assert error <= limit, f"step {step}, {path.name}, {key}: {error} above {limit}"
+    assert verify_run(other.run) == (len(folders), [])
+
+
+def assert_same_rows(whole: History, other: History, tolerance: float = TOLERANCE) -> None:
+    """One row per pass, with the same numbers."""
+    expected, rows = read_rows(whole.run / "metrics.jsonl"), read_rows(other.run / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [row["step"] for row in expected] == list(range(MAX_STEPS + 1))
+    for row, like in zip(rows, expected, strict=True):
+        for key in ("tokens", "lr", "updated"):
+            assert row[key] == like[key]
+        for key in ("loss", "val_loss", "grad_norm", "grad_norms"):
+            assert row[key] == (None if like[key] is None else pytest.approx(like[key], rel=tolerance))

@@ -10,6 +10,7 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 from safetensors.torch import load_file
+from tracing import traced_only
 
 import pico_train
 from pico_train.checkpoint.format import read_manifest
@@ -25,15 +26,10 @@ CONSTANT = "training.optimization.lr_scheduler=constant"
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Dynamo and autograd trace as always, and what they give is run as it is instead of being made into C++ for half a minute."""
+    """No compiler runs."""
     import lightning.fabric  # noqa: F401  (notes what torch.compile is called with, for what is compiled after its import)
 
-    compile_ = torch.compile
-
-    def traced(model: torch.nn.Module, **options: object) -> object:
-        return compile_(model, dynamic=options["dynamic"], backend="aot_eager")  # type: ignore[call-overload]
-
-    monkeypatch.setattr(torch, "compile", traced)
+    monkeypatch.setattr(torch, "compile", traced_only(torch.compile))
 
 
 def run(tiny_yaml: Path, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:

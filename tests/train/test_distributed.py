@@ -19,6 +19,7 @@ import several
 import torch
 from kills import MAX_STEPS, History
 from safetensors.torch import load_file
+from several import ACCUMULATION, assert_same_checkpoints, assert_same_rows, killed_at, trained
 
 from pico_train.checkpoint.format import read_manifest, step_folders
 from pico_train.checkpoint.resume import verify_run
@@ -28,9 +29,7 @@ pytestmark = pytest.mark.skipif(
     not hasattr(os, "fork"), reason="ranks are forked from a process that has imported torch"
 )
 
-ACCUMULATION = "training.optimization.gradient_accumulation_steps"
 STRATEGIES = ("ddp", "fsdp")
-TOLERANCE = 1e-5  # of a tensor's largest entry
 
 
 @pytest.fixture(scope="module")
@@ -38,14 +37,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where the runs of this module are, each in a folder of its own."""
     kills.preload()
     return tmp_path_factory.mktemp("ranks")
-
-
-def trained(folder: Path, name: str, n: int, *overrides: str) -> History:
-    """A run as ``n`` ranks of 4/n micro-batches of two sequences each, to its end; with dropout, which the ranks draw alike."""
-    history = History(folder / name, (f"{ACCUMULATION}={4 // n}", *overrides))
-    ranks = several.run(history.words(), history.folder, n)
-    assert ranks.codes == [0] * n, "".join(ranks.printed(rank) for rank in range(n))
-    return history
 
 
 @pytest.fixture(scope="module")
@@ -57,45 +48,8 @@ def one(folder: Path) -> History:
 @pytest.fixture(scope="module", params=STRATEGIES)
 def two(folder: Path, request: pytest.FixtureRequest) -> History:
     """The same run as two ranks."""
-    noise = f"monitoring.gradient_noise_scale={str(request.param == 'ddp').lower()}"
-    strategy = f"training.fabric.strategy={request.param}"
-    return trained(folder, request.param, 2, strategy, "monitoring.gradient_norms=layers", noise)
-
-
-def assert_same_checkpoints(whole: History, other: History) -> None:
-    """The same checkpoints with the same tensors: integers exactly, numbers to a share of the largest entry.
-
-    Of a moment the largest entry over all parameters counts: backward through a softmax cancels, and what is left of a small gradient has
-    the rounding of what went into it.
-    """
-    folders = step_folders(whole.run / "checkpoints")
-    assert list(step_folders(other.run / "checkpoints")) == list(folders)
-    for step, folder in folders.items():
-        for path in folder.rglob("*.safetensors"):
-            stored = load_file(other.run / "checkpoints" / folder.name / path.relative_to(folder))
-            expected = load_file(path)
-            assert list(stored) == list(expected)
-            largest = {key: tensor.abs().max() for key, tensor in expected.items()}
-            if path.name == "optimizer.safetensors":
-                moments = {key: key.rpartition(".")[2] for key in expected}
-                largest = {key: max(largest[k] for k in largest if moments[k] == moments[key]) for key in largest}
-            for key, tensor in expected.items():
-                assert (stored[key].dtype, stored[key].shape) == (tensor.dtype, tensor.shape)
-                error = (stored[key] - tensor).abs().max()
-                limit = TOLERANCE * largest[key] if tensor.is_floating_point() else 0
-                assert error <= limit, f"step {step}, {path.name}, {key}: {error} above {limit}"
-    assert verify_run(other.run) == (len(folders), [])
-
-
-def assert_same_rows(whole: History, other: History) -> None:
-    """One row per pass, with the same numbers."""
-    expected, rows = read_rows(whole.run / "metrics.jsonl"), read_rows(other.run / "metrics.jsonl")
-    assert [row["step"] for row in rows] == [row["step"] for row in expected] == list(range(MAX_STEPS + 1))
-    for row, like in zip(rows, expected, strict=True):
-        for key in ("tokens", "lr", "updated"):
-            assert row[key] == like[key]
-        for key in ("loss", "val_loss", "grad_norm", "grad_norms"):
-            assert row[key] == (None if like[key] is None else pytest.approx(like[key], rel=1e-5))
+    looks = ("monitoring.gradient_norms=layers", "monitoring.gradient_noise_scale=true")
+    return trained(folder, request.param, 2, f"training.fabric.strategy={request.param}", *looks)
 
 
 def test_two_ranks_train_capture_and_store_what_one_does(one: History, two: History) -> None:
@@ -132,16 +86,6 @@ def test_tied_embeddings_are_one_tensor_under_sharding(folder: Path) -> None:
 
 
 # ---- going on with another number of ranks
-
-
-def killed_at(step: int, rank: int) -> several.Prepare:
-    """Make rank ``rank`` kill itself once update ``step`` of its process is done."""
-    return partial(_arm, kills.Moment("pico_train.loop:update", 1, step), rank)
-
-
-def _arm(moment: kills.Moment, which: int, rank: int) -> None:
-    if rank == which:
-        kills.arm(moment)
 
 
 @pytest.mark.parametrize(
@@ -288,16 +232,8 @@ def test_ranks_with_different_data_are_refused(folder: Path) -> None:
             "data.dataloader.batch_size: 7 does not divide into 2 equal parts (2 devices * 1 accumulation steps); "
             "nearest sizes: 6 or 8",
         ),
-        (
-            ["training.fabric.strategy=fsdp", "monitoring.gradient_noise_scale=true"],
-            "monitoring.gradient_noise_scale: true needs the gradient of each micro-batch, which fsdp keeps nowhere",
-        ),
-        (
-            ["training.fabric.strategy=fsdp", "training.compile=true"],
-            "training.compile: true is not for a sharded model; use strategy ddp",
-        ),
     ],
-    ids=["number", "batch", "noise scale", "compile"],
+    ids=["number", "batch"],
 )
 def test_what_several_ranks_cannot_do_is_refused(folder: Path, overrides: list[str], message: str) -> None:
     history = History(folder / re.sub(r"\W+", "-", message[:60]))

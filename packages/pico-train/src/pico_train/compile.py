@@ -7,6 +7,7 @@ checkpoint are the same in both modes.
 import logging
 import time
 import warnings
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, cast
 
@@ -15,7 +16,9 @@ from torch import Tensor, nn
 
 from pico_train.data.batches import Batch
 from pico_train.errors import UserError
+from pico_train.model.decoder import PicoDecoder
 from pico_train.objectives import Objective
+from pico_train.sharding import is_sharded, own_part
 
 if TYPE_CHECKING:
     from lightning.fabric import Fabric
@@ -23,12 +26,32 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-def compiled(model: nn.Module, *, dropout: float) -> nn.Module:
+def compiled(model: PicoDecoder, *, dropout: float, sharded: bool = False) -> nn.Module:
     """``model`` with a forward that is compiled when it is first called. Dropout draws what the plain forward would draw."""
     # Tracing a backward of our own reads the gradient of what has none, and torch warns of itself.
     warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf", UserWarning)
     options: dict[str, Any] | None = {"fallback_random": True} if dropout else None
+    if sharded:
+        return CompiledBlocks(model, [torch.compile(block, dynamic=False, options=options) for block in model.layers])
     return cast(nn.Module, torch.compile(model, dynamic=False, options=options))
+
+
+class CompiledBlocks(nn.Module):
+    """A sharded model whose blocks are compiled one by one.
+
+    Its hooks put each block together around its forward, and no graph goes through them: compiled as one, the model would be cut there,
+    and compiled anew for each block.
+    """
+
+    def __init__(self, model: PicoDecoder, blocks: Sequence[Callable[..., Tensor]]) -> None:
+        super().__init__()
+        self.model = model
+        self._blocks = blocks  # in a list, so that the parameters are there once
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Tensor:
+        """As that of the model."""
+        out: Tensor = self.model(input_ids, labels=labels, blocks=self._blocks)
+        return out
 
 
 def try_compiled(
@@ -45,11 +68,13 @@ def try_compiled(
     def gradients(module: nn.Module) -> list[Tensor]:
         model.zero_grad()
         torch.manual_seed(0)
-        alone = fabric.world_size == 1 or module is model
-        apart = nullcontext() if alone else fabric.no_backward_sync(module)  # type: ignore[arg-type]
+        # Of a sharded model a gradient that is not averaged stays where zero_grad does not reach, and would be added to the first pass.
+        averaged = fabric.world_size == 1 or module is model or is_sharded(next(model.parameters()))
+        apart = nullcontext() if averaged else fabric.no_backward_sync(module)  # type: ignore[arg-type]
         with fabric.autocast(), apart:
             fabric.backward(objective(module, batch, step))
-        return [parameter.grad.detach() for parameter in model.parameters() if parameter.grad is not None]
+        found = [own_part(parameter.grad.detach()) for parameter in model.parameters() if parameter.grad is not None]
+        return [gradient for gradient in found if gradient.numel()]  # a rank may hold no row of a norm
 
     plain = gradients(model)
     began = time.perf_counter()

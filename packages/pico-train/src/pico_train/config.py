@@ -570,7 +570,6 @@ class RunConfig(Section):
         yield from self._batch_problems()
         yield from self._held_out_problems()
         yield from self._noise_problems()
-        yield from self._sharded_problems()
         seq_len, dynamics = self.model.max_seq_len, self.checkpointing.learning_dynamics
         if self.data.tokenizer.vocab_size > self.model.vocab_size:
             yield Problem(
@@ -626,24 +625,6 @@ class RunConfig(Section):
                 f"needs a number of micro-batches, two or more, and gradient_accumulation_steps is {steps}",
                 ("training.optimization.gradient_accumulation_steps",),
             )
-
-    def _sharded_problems(self) -> Iterator[Problem]:
-        if self.training.fabric.strategy != "fsdp":
-            return
-        not_sharded = {
-            "training.compile": (self.training.compile, "is not for a sharded model"),
-            "training.optimization.optimizer": (
-                self.training.optimization.optimizer == "muon" and "muon",
-                "needs whole matrices, which fsdp cuts",
-            ),
-            "monitoring.gradient_noise_scale": (
-                self.monitoring.gradient_noise_scale,
-                "needs the gradient of each micro-batch, which fsdp keeps nowhere",
-            ),
-        }
-        for key, (value, why) in not_sharded.items():
-            if value:
-                yield Problem(key, value, f"{why}; use strategy ddp", ("training.fabric.strategy",))
 
     def _batch_problems(self) -> Iterator[Problem]:
         devices = self.training.fabric.num_devices

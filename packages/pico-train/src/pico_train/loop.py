@@ -25,7 +25,7 @@ from pico_train.metrics_log import Row
 from pico_train.noise_scale import MicroBatchNorms, gradient_noise_scale
 from pico_train.objectives import Objective
 from pico_train.ranks import ALONE, Ranks
-from pico_train.sharding import is_finite, whole
+from pico_train.sharding import is_finite, is_sharded, together, whole
 from pico_train.state import TrainState
 
 if TYPE_CHECKING:
@@ -236,9 +236,8 @@ def computed(
         grad_norm = gradient_norm(model)
         if norms:
             squared = ranks.joined(torch.tensor(norms.squared, dtype=torch.float64)) / scale**2
-            noise = gradient_noise_scale(
-                squared.tolist(), grad_norm**2, n_small=passes.micro_batch_size, n_big=len(batch.input_ids)
-            )
+            n_small = passes.micro_batch_size * (ranks.size if is_sharded(next(model.parameters())) else 1)
+            noise = gradient_noise_scale(squared.tolist(), grad_norm**2, n_small=n_small, n_big=len(batch.input_ids))
         outcome = Outcome(losses, float(losses.sum()), grad_norm, rows_of_all(activations, ranks), noise)
         if outcome.finite or scaler is None or attempt == MAX_RESCALES:
             break
@@ -275,25 +274,28 @@ def forward_backward(
     Raises:
         _Interrupted: ``stopping`` was true before a part but the first, on some rank.
     """
-    parts = micro_batches(batch, micro_batch_size, ranks)
+    parts, parts_of_all = micro_batches(batch, micro_batch_size, ranks), list(batch.split(micro_batch_size))
+    sharded = is_sharded(next(model.parameters()))
     losses = torch.zeros(len(parts), device=batch.input_ids.device)
     for number, part in enumerate(parts):
         if number and ranks.any(stopping())[0]:
             raise _Interrupted
         # Gradients are averaged over the ranks in the backward of the last part, so that one goes through it even if none of it counts.
-        averaging = ranks.size > 1 and number == len(parts) - 1 and norms is None
-        if part.n_scored == 0 and not averaging:
+        # For the norms those of a sharded model are averaged in each backward, others once each rank has measured its own.
+        averaging = ranks.size > 1 and (sharded if norms else number == len(parts) - 1)
+        measured = parts_of_all[number :: len(parts)] if sharded and norms else [part]
+        n_scored = sum(one.n_scored for one in measured)
+        if n_scored == 0 and (norms or not averaging):
             continue
         torch.manual_seed(pass_seed(dropout_seed, step, ranks.rank * len(parts) + number))
         share = part.n_scored / batch.n_scored
         apart = nullcontext() if averaging or ranks.size == 1 else fabric.no_backward_sync(model)  # type: ignore[arg-type]
-        with apart:
+        weight = n_scored / batch.n_scored * (1 if averaging else ranks.size)  # averaging divides by their number
+        with apart, norms.of(model, weight) if norms else nullcontext():
             loss = objective(model, part, step) * share if share else model(part.inputs).sum() * 0
-            weight = share * ranks.size  # averaging divides by the number of ranks
-            with norms.of(model, weight) if norms else nullcontext():
-                fabric.backward(loss * ranks.size if ranks.size > 1 else loss)
+            fabric.backward(loss * ranks.size if ranks.size > 1 else loss)
         losses[number] = loss.detach()
-    if norms:
+    if norms and not sharded:
         ranks.average([parameter.grad for parameter in model.parameters() if parameter.grad is not None])
     return ranks.joined(losses)
 
@@ -306,7 +308,8 @@ def plain_activations(
     ranks = engine.ranks
     own_positions = None if positions is None else ranks.share(positions)
     parts = micro_batches(batch, passes.micro_batch_size, ranks)
-    with recording(state.model, passes.rule, own_positions) as activations, engine.fabric.autocast():
+    recorder = recording(state.model, passes.rule, own_positions)
+    with recorder as activations, together(state.model), engine.fabric.autocast():
         for number, part in enumerate(parts):
             torch.manual_seed(pass_seed(passes.dropout_seed, state.step, ranks.rank * len(parts) + number))
             engine.objective(state.model, part, state.step)

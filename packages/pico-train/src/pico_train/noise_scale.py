@@ -6,16 +6,22 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
+from pico_train.sharding import whole
+
 
 class MicroBatchNorms:
-    """Collects the squared 2-norm of the gradient of each micro-batch of a pass, and leaves the pass as it is."""
+    """Collects the squared 2-norm of the gradient of each micro-batch of a pass, and leaves the pass as it is.
+
+    A sharded model never has the gradient of one rank's micro-batch in one place, but that of all ranks' together: there it is the norm
+    of the micro-batches that go through the model at the same time.
+    """
 
     def __init__(self) -> None:
         self.squared: list[float] = []
 
     @contextmanager
     def of(self, model: nn.Module, share: float) -> Iterator[None]:
-        """Around the backward of a micro-batch whose loss is weighted by ``share``.
+        """Around forward and backward of a micro-batch, whose part of the gradient of the whole batch is ``share`` of it.
 
         Its gradient is kept apart, measured, and then added to those before it, as backward itself would have added it.
         """
@@ -24,7 +30,7 @@ class MicroBatchNorms:
         model.zero_grad(set_to_none=True)
         yield
         own = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        self.squared.append(float(torch.nn.utils.get_total_norm(own)) ** 2 / share**2)
+        self.squared.append(float(whole(torch.nn.utils.get_total_norm(own))) ** 2 / share**2)
         for parameter, gradient in zip(parameters, before, strict=True):
             if gradient is not None:
                 if parameter.grad is not None:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from pico_train.config import ModelConfig, OptimizationConfig
+from pico_train.muon import Muon
 from pico_train.sharding import part_like
 
 ADAMW_MOMENTS = ("exp_avg", "exp_avg_sq", "step")
@@ -75,7 +76,7 @@ def muon(
     al., "Muon is Scalable for LLM Training", 2025, section 2.2.
     """
     matrices = [parameter for name, parameter in model.named_parameters() if is_block_matrix(name, parameter)]
-    first = torch.optim.Muon(
+    first = Muon(
         [{"params": matrices, "lr_ratio": lr_ratio}],
         lr=0.0,
         momentum=momentum,

@@ -317,7 +317,8 @@ def _built(config: RunConfig, hardware: Hardware, ranks: Ranks) -> tuple[TrainSt
         model = PicoDecoder(config.model)
     model.activation_checkpointing = training.activation_checkpointing
     (give_back_freed_memory if training.activation_checkpointing else keep_freed_memory)()
-    forward = fabric.setup_module(compiled(model, dropout=config.model.dropout) if training.compile else model)
+    sharded, dropout = hardware.strategy == "fsdp", config.model.dropout
+    forward = fabric.setup_module(compiled(model, dropout=dropout, sharded=sharded) if training.compile else model)
     model.initialize(config.seeds.weights)
     # fused AdamW would unscale a second time under a loss scaler
     optimizer = optimizer_of(model, training.optimization, fused=hardware.accelerator != "mps" and scaler is None)

@@ -13,19 +13,21 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-def shard(model: nn.Module, mesh: "DeviceMesh") -> nn.Module:
-    """Cut the parameters of ``model`` (on the meta device) over the ranks, block by block, and the rest as one; values are to come.
+def shard(module: nn.Module, mesh: "DeviceMesh") -> nn.Module:
+    """Cut the parameters of a model (on the meta device) over the ranks, block by block, and the rest as one; values are to come.
 
     Blocks are put together for their own forward and backward only. The rest stays together from the forward to the end of the
-    backward, for it is used at both ends of the model.
+    backward, for it is used at both ends of the model. ``module`` is the model, or calls it as its ``model``.
     """
     from torch.distributed.fsdp import fully_shard
 
+    model: Any = getattr(module, "model", module)
     ranks = mesh["data_parallel"]
-    for block in model.layers:  # type: ignore[union-attr]
+    for block in model.layers:
         fully_shard(block, mesh=ranks)
     fully_shard(model, mesh=ranks, reshard_after_forward=False)
-    return model.to_empty(device=mesh.device_type)
+    model.to_empty(device=mesh.device_type)
+    return module
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -33,6 +35,13 @@ def whole(tensor: Tensor) -> Tensor:
     sharded: Any = tensor
     together: Tensor = sharded.full_tensor() if is_sharded(tensor) else tensor
     return together
+
+
+def own_part(tensor: Tensor) -> Tensor:
+    """What this rank holds of ``tensor``: all of it, where it is not sharded."""
+    sharded: Any = tensor
+    part: Tensor = sharded.to_local() if is_sharded(tensor) else tensor
+    return part
 
 
 def is_sharded(tensor: Tensor) -> bool:

@@ -10,7 +10,7 @@ Letters of the shape comments:
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Self
 
 import torch
@@ -256,12 +256,19 @@ class PicoDecoder(nn.Module):
         self._tie()
         return self
 
-    def forward(self, input_ids: Tensor, cache: KVCache | None = None, labels: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        input_ids: Tensor,
+        cache: KVCache | None = None,
+        labels: Tensor | None = None,
+        blocks: Sequence[Callable[..., Tensor]] | None = None,
+    ) -> Tensor:
         """Logits of the next token at every position, (B, T) -> (B, T, V).
 
-        With ``labels`` (B, T), their mean cross-entropy in nats instead, by ``head_loss``: a negative one is not scored.
+        With ``labels`` (B, T), their mean cross-entropy in nats instead, by ``head_loss``: a negative one is not scored. ``blocks`` are
+        called in place of ``layers``: the same, compiled.
         """
-        hidden = self.hidden_states(input_ids, cache)  # (B, T, D)
+        hidden = self.hidden_states(input_ids, cache, blocks)  # (B, T, D)
         if labels is None:
             logits: Tensor = self.de_embedding_proj(hidden)
             return logits
@@ -272,7 +279,9 @@ class PicoDecoder(nn.Module):
         chunk = head_chunk(self.config.vocab_size, hidden.device.type)
         return head_loss(hidden.flatten(0, 1), self.de_embedding_proj.weight, labels.flatten(), chunk)
 
-    def hidden_states(self, input_ids: Tensor, cache: KVCache | None = None) -> Tensor:
+    def hidden_states(
+        self, input_ids: Tensor, cache: KVCache | None = None, blocks: Sequence[Callable[..., Tensor]] | None = None
+    ) -> Tensor:
         """What the unembedding reads, (B, T) -> (B, T, D).
 
         With a cache, ``input_ids`` continue the tokens that the cache holds, and join them. Raises ValueError
@@ -290,7 +299,7 @@ class PicoDecoder(nn.Module):
         mask = None
         if start > 0:  # the new tokens see all cached ones, and each other causally
             mask = torch.ones(T, end, dtype=torch.bool, device=x.device).tril(start)  # (T, S)
-        for block in self.layers:
+        for block in blocks or self.layers:
             if self.activation_checkpointing and torch.is_grad_enabled():
                 x = checkpoint(block, x, cos, sin, mask, cache, use_reentrant=False)
             else:
