@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 DEVICE = "pretend:0"
 OPERATIONS, ANY = torch.library.Library("aten", "IMPL"), torch.library.Library("_", "IMPL")
-CROSSING = ("copy_", "_to_copy")  # the operations that may take a tensor here and one there
+CROSSING = ("copy_", "_to_copy", "index")  # the operations that may take a tensor here and one there, as on a GPU
 
 
 class Pretended(torch.Tensor):
@@ -33,6 +33,10 @@ class Pretended(torch.Tensor):
         return made
 
     __torch_function__ = torch._C._disabled_torch_function_impl
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """That of the CPU tensor."""
+        return self.raw.untyped_storage()
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
