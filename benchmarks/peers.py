@@ -62,7 +62,7 @@ def build(
         norm_eps=norm_eps,
         position_emb_theta=rope_theta,
     )
-    keep_freed_memory()
+    keep_freed_memory(2**30)  # the trainer takes what pico_train.memory states
     model = PicoDecoder(config)
     model.initialize(seed=0)
 

@@ -2,10 +2,16 @@
 
 import itertools
 import json
+import os
+import subprocess
+import sys
 
+import numpy as np
+import pandas as pd
 import pytest
 import torch
 from click.testing import CliRunner
+from torch.utils import backend_registration
 
 from pico_analyze import analyze
 from pico_analyze.checkpoint.reader import open_run
@@ -91,3 +97,40 @@ def test_the_way_of_a_device_gives_the_same_values(name, monkeypatch):
             patched.setattr(matrix, "_on_cpu", lambda x: False)
             there = [metric.compute(*side, **chosen) for side in inputs()]
         assert there == pytest.approx(here, rel=1e-9)
+
+
+ON_A_PRETENDED_DEVICE = """
+import json, sys
+import pico_analyze.analysis, pretend_device
+pretend_device.install()
+pico_analyze.analysis.check = lambda name: None
+frame = pico_analyze.analyze(sys.argv[1], json.loads(sys.argv[2]), device=pretend_device.DEVICE)
+frame.to_parquet(sys.argv[3])
+"""
+
+
+@pytest.mark.skipif(
+    not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"),
+    reason="this torch cannot be given a device written in Python",
+)
+def test_a_whole_analysis_on_a_device_that_is_not_the_cpu(run_folder, tmp_path):
+    """Nothing mixes tensors of the device and the CPU, in every metric and component of the example."""
+    activations = SIMPLE | {"data_type": "activations"}
+    value_and_output = {"value_layer": "attention.v_proj", "output_layer": "attention.o_proj"}
+    circuit = SIMPLE | {"component_name": "ov_circuit", "layer_suffixes": value_and_output}
+    of_matrices = ["per", "stable_rank", "condition_number", "gini", "hoyer", "kurtosis", "alpha"]
+    of_pairs = ["cka", "pwcca", "procrustes", "rsa"]
+    compared = {"data_split": "val", "target_checkpoint": 0, "components": [activations]}
+    config = {
+        "metrics": [
+            *({"metric_name": name, "components": [SIMPLE, circuit]} for name in of_matrices),
+            *({"metric_name": name, **compared} for name in of_pairs),
+        ]
+    }
+    expected = analyze(run_folder, config)
+    table = tmp_path / "table.parquet"
+    words = [sys.executable, "-c", ON_A_PRETENDED_DEVICE, str(run_folder), json.dumps(config), str(table)]
+    subprocess.run(words, check=True, env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))})
+    actual = pd.read_parquet(table)
+    assert len(actual) == len(expected) > 100
+    np.testing.assert_allclose(actual["value"], expected["value"], rtol=1e-7)

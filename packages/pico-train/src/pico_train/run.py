@@ -34,7 +34,7 @@ from pico_train.launch import place, processes_to_start
 from pico_train.logs import log_to
 from pico_train.loop import Engine, Passes, micro_batches
 from pico_train.loop import train as train_loop
-from pico_train.memory import free_memory, micro_batch_size
+from pico_train.memory import free_memory, memory, micro_batch_size
 from pico_train.metrics_log import Row, last_row
 from pico_train.model.decoder import PicoDecoder
 from pico_train.model.head import head_chunk
@@ -193,7 +193,11 @@ def _train(
             "bf16-mixed keeps them in fp32"
         )
     fitting = _fitting(config, hardware, ranks)
-    fitting(None)  # refused before anything is allocated
+    at_a_time = fitting(None)  # refused before anything is allocated
+    if config.training.activation_checkpointing:
+        give_back_freed_memory()
+    else:
+        keep_freed_memory(memory(config, at_a_time, hardware.precision).total)
     state, engine = _built(config, hardware, ranks)
     batches = _batches(config, cache)
     rule = _capture_rule(config, state.model)
@@ -316,7 +320,6 @@ def _built(config: RunConfig, hardware: Hardware, ranks: Ranks) -> tuple[TrainSt
     with torch.device("meta") if hardware.strategy == "fsdp" else nullcontext():  # no rank ever holds the whole of it
         model = PicoDecoder(config.model)
     model.activation_checkpointing = training.activation_checkpointing
-    (give_back_freed_memory if training.activation_checkpointing else keep_freed_memory)()
     sharded, dropout = hardware.strategy == "fsdp", config.model.dropout
     forward = fabric.setup_module(compiled(model, dropout=dropout, sharded=sharded) if training.compile else model)
     model.initialize(config.seeds.weights)
