@@ -9,7 +9,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, Strict
 
@@ -126,6 +126,7 @@ class ModelConfig(Section):
     batch_size: int = Field(
         1024,
         gt=0,
+        json_schema_extra={"deprecated": True},
         description="no effect; kept because published files hold it (see data.dataloader.batch_size)",
     )
     max_seq_len: int = Field(2048, gt=0, description="tokens per training window, and the longest position")
@@ -556,6 +557,12 @@ class CheckpointingConfig(Section):
 
 class RunConfig(Section):
     """One training run. Every section and key may be missing; its default then holds."""
+
+    elsewhere: ClassVar[Mapping[str, str]] = {
+        "name": "only a suite has a name; that of a run is checkpointing.run_name",
+        "base": "a section of the file of a suite; the keys of a run come without it, as in model.d_model=64",
+        "vary": "a section of the file of a suite, which is set there and not by an override",
+    }
 
     data: DataConfig = DataConfig()
     model: ModelConfig = ModelConfig()
