@@ -155,6 +155,9 @@ def read_overrides(overrides: Iterable[str]) -> Raw:
     raw: Raw = {}
     wrong = []
     for override in overrides:
+        if not isinstance(override, str):
+            wrong.append(f"{shown(override)}: must be text that reads key.sub=value, e.g. training.max_steps=20")
+            continue
         key, equals, text = override.partition("=")
         key = key.strip()
         if not equals or not all(key.split(".")):
