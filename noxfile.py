@@ -1,4 +1,4 @@
-"""What can be done with this repository: ``nox -s demo``, ``nox -s tests``, ``nox -s lint``, ``nox -s types``."""
+"""What can be done with this repository: ``nox -s demo``, ``nox -s tests``, ``nox -s lowest``, ``nox -s lint``, ``nox -s types``."""
 
 import re
 from pathlib import Path
@@ -13,9 +13,9 @@ PACKAGES = ("-e", "packages/pico-train", "-e", "packages/pico-analyze")
 GROUPS = nox.project.load_toml("pyproject.toml")
 
 
-def install(session: nox.Session, *what: str) -> None:
-    """Install in the versions that CI tested, so that nothing pulls in another torch."""
-    session.install("-c", "constraints.txt", *what)
+def install(session: nox.Session, *what: str, versions: str = "constraints.txt") -> None:
+    """Install in stated versions, without more those that CI tested, so that nothing pulls in another torch."""
+    session.install("-c", versions, *what)
 
 
 @nox.session
@@ -55,8 +55,19 @@ def demo(session: nox.Session) -> None:
 @nox.session
 def tests(session: nox.Session) -> None:
     """Run all tests, a process per core, each with one thread: threads of several would stand in each other's way."""
+    run_tests(session, "constraints.txt")
+
+
+@nox.session
+def lowest(session: nox.Session) -> None:
+    """Run all tests with the oldest versions that the packages allow; the torch of the package index is several GB."""
+    run_tests(session, "constraints-lowest.txt")
+
+
+def run_tests(session: nox.Session, versions: str) -> None:
+    """Install both packages with all that is optional, and run the tests."""
     extras = ("-e", "packages/pico-train[trackers]", "-e", "packages/pico-analyze[dask]")
-    install(session, *PACKAGES, *extras, *nox.project.dependency_groups(GROUPS, "test"))
+    install(session, *PACKAGES, *extras, *nox.project.dependency_groups(GROUPS, "test"), versions=versions)
     session.run("pytest", "-n", "auto", "--dist", "loadfile", *session.posargs, env={"OMP_NUM_THREADS": "1"})
 
 

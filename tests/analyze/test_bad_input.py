@@ -65,7 +65,8 @@ def test_an_entry_that_is_not_finite(make_run, bad):
     lost = frame[frame["value"].isna()]
     assert set(lost["status"]) == {"undefined"}
     assert lost["reason"].str.contains("entries are not finite").all()
-    places = lost[["step", "layer", "component", "head"]].astype(object).fillna("all").drop_duplicates()
+    places = lost[["step", "layer", "component", "head"]].astype(object)
+    places = places.where(places.notna(), "all").drop_duplicates()
     assert set(map(tuple, places.values)) == {
         (1, 1, "simple", "all"),
         (1, 1, "ov_circuit", 1),

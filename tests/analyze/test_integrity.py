@@ -92,7 +92,7 @@ def test_a_sound_run(learning):
 
 
 def test_the_golden_run():
-    assert verify(GOLDEN, code=0)[-1].endswith("1 checkpoints, no fault")
+    assert verify(GOLDEN, code=0)[-1].endswith(": 1 checkpoint, no fault")
 
 
 @pytest.mark.parametrize(

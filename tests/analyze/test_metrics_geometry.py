@@ -37,7 +37,7 @@ def two_nn(x, discard):
     n = len(mu)
     kept = min(round((1 - discard) * n), n - 1)
     horizontal, vertical = np.log(mu[:kept]), -np.log(1 - np.arange(1, kept + 1) / n)
-    return float(np.linalg.lstsq(horizontal[:, None], vertical)[0][0])
+    return float(np.linalg.lstsq(horizontal[:, None], vertical, rcond=None)[0][0])
 
 
 class TestDeadUnits:

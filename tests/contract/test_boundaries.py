@@ -11,6 +11,7 @@ PACKAGES = Path(__file__).parents[2] / "packages"
 SOURCES = {name: PACKAGES / name.replace("_", "-") / "src" / name for name in ("pico_train", "pico_analyze")}
 ORDER = {
     "pico_train": [
+        "words",
         "errors",
         "strict_yaml",
         "config",
@@ -48,6 +49,7 @@ ORDER = {
         "cli",
     ],
     "pico_analyze": [
+        "words",
         "strict_yaml",
         "config",
         "device",

@@ -12,7 +12,7 @@ import pico_analyze
 import pico_train
 from pico_analyze.checkpoint import format as read_side
 from pico_train.checkpoint import format as write_side
-from pico_train.checkpoint.resume import verify_run
+from pico_train.checkpoint.verify import verify_run
 from pico_train.suite import load
 
 GOLDEN = Path(__file__).parent / "golden"

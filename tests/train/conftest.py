@@ -5,7 +5,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner, Result
 
+from pico_train.cli import main
 from pico_train.config import RunConfig, load_config
 
 TINY_RUN = """
@@ -56,12 +58,28 @@ def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("token_caches")
 
 
+@pytest.fixture(scope="session")
+def tiny_yaml_in(text_file: Path, cache_dir: Path) -> Callable[[Path], Path]:
+    """Writes the YAML of a run of six steps over ``text_file`` into a folder, where it will also be."""
+
+    def write(folder: Path) -> Path:
+        path = folder / "tiny.yaml"
+        path.write_text(TINY_RUN.format(text=text_file, cache=cache_dir, runs=folder / "runs"), encoding="utf-8")
+        return path
+
+    return write
+
+
 @pytest.fixture
-def tiny_yaml(tmp_path: Path, text_file: Path, cache_dir: Path) -> Path:
-    """The YAML of a run of six steps over ``text_file``, in ``tmp_path``."""
-    path = tmp_path / "tiny.yaml"
-    path.write_text(TINY_RUN.format(text=text_file, cache=cache_dir, runs=tmp_path / "runs"), encoding="utf-8")
-    return path
+def tiny_yaml(tiny_yaml_in: Callable[[Path], Path], tmp_path: Path) -> Path:
+    """That YAML in ``tmp_path``."""
+    return tiny_yaml_in(tmp_path)
+
+
+@pytest.fixture
+def pico() -> Callable[..., Result]:
+    """``pico("run", path, ...)``: the command as a user types it."""
+    return lambda *words: CliRunner().invoke(main, [str(word) for word in words])
 
 
 @pytest.fixture

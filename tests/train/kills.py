@@ -27,7 +27,8 @@ from typing import Any
 from unittest import mock
 
 from pico_train.checkpoint.format import CheckpointError, Manifest, read_manifest, step_folders
-from pico_train.checkpoint.resume import check_file, verify_run
+from pico_train.checkpoint.resume import check_file
+from pico_train.checkpoint.verify import verify_run
 from pico_train.metrics_log import read_rows
 
 TIMEOUT_S = 60  # a start takes about half a second; one that takes this long hangs

@@ -51,7 +51,13 @@ class Started:
 
     def printed(self, rank: int) -> str:
         """What a rank has printed, in all starts."""
-        return (self.folder / f"rank_{rank}.txt").read_text(encoding="utf-8")
+        return said(self.folder, rank)
+
+
+def said(folder: Path, rank: int) -> str:
+    """What rank ``rank`` of the ranks in ``folder`` has printed, without what gloo of torch 2.10 tells of every connection."""
+    lines = (folder / f"rank_{rank}.txt").read_text(encoding="utf-8").splitlines(keepends=True)
+    return "".join(line for line in lines if not line.startswith("[Gloo] Rank "))
 
 
 def start(words: Sequence[Sequence[str]], folder: Path, prepare: Prepare | None = None) -> Started:

@@ -154,8 +154,9 @@ def test_a_text_shorter_than_one_window_is_refused(section, split):
     assert cache.n_windows(split, n_tokens - 1) == 1
     with pytest.raises(DataError) as caught:
         cache.n_windows(split, n_tokens)
-    assert f"the {split} text has {n_tokens:,} tokens, one window needs {n_tokens + 1:,}" in str(caught.value)
-    assert "model.max_seq_len" in str(caught.value)
+    assert f"the {split} text has {n_tokens:,} tokens, and one window needs {n_tokens + 1:,}" in str(caught.value)
+    assert f"set model.max_seq_len to at most {n_tokens - 1}" in str(caught.value)
+    assert cache.n_windows(split, n_tokens - 1) == 1
 
 
 # ---- ids and dtypes

@@ -242,7 +242,16 @@ def test_numbers_as_people_write_them() -> None:
         ("training.d_model=3", "training.d_model: unknown key; did you mean model.d_model?"),
         ("training.optimization.warmup_steps=3", "did you mean training.optimization.lr_warmup_steps?"),
         ("seeds.torch=3", "seeds has weights, data, dropout"),
-        ("num-epochs=3", "num-epochs: unknown key; the nearest is "),
+        ("num-epochs=3", "num-epochs: unknown key; the top level has data, model, seeds, training, "),
+        ("xyz=1", "xyz: unknown key; the top level has data, model, "),
+        ("data.foo=1", "data.foo: unknown key; data has dataset, dataloader, tokenizer, cache_dir"),
+        ("modle.d_model=3", "modle: unknown key; did you mean model?"),
+        ("data.tokeniser.name=x", "data.tokeniser: unknown key; did you mean data.tokenizer?"),
+        ("dataset=x", "dataset: unknown key; did you mean data.dataset?"),
+        ("nam=x", "nam: unknown key; only a suite has a name; that of a run is checkpointing.run_name"),
+        ("base.model.d_model=3", "base: unknown key; a section of the file of a suite; the keys of a run come without"),
+        ("vary.seeds=3", "vary: unknown key; a section of the file of a suite, which is set there"),
+        ("batch_size=3", "did you mean data.dataloader.batch_size or "),  # not model.batch_size, which has no effect
     ],
 )
 def test_an_unknown_key_names_the_nearest_of_the_whole_schema(override: str, line: str) -> None:

@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 from several import ACCUMULATION, assert_same_checkpoints, assert_same_rows, killed_at, trained
 
 from pico_train.checkpoint.format import read_manifest, step_folders
-from pico_train.checkpoint.resume import verify_run
+from pico_train.checkpoint.verify import verify_run
 from pico_train.metrics_log import read_rows
 
 pytestmark = pytest.mark.skipif(
@@ -72,7 +72,7 @@ def test_ranks_and_strategy_are_said_and_stored(two: History) -> None:
 
 
 def test_rank_0_alone_writes_and_speaks(two: History) -> None:
-    assert (two.folder / "rank_1.txt").read_text() == ""
+    assert several.said(two.folder, 1) == ""
     assert kills.leftovers(two.run) == []
     assert f"process {os.getpid()}" not in (two.run / "run.lock").read_text()
 
@@ -229,7 +229,7 @@ def test_ranks_with_different_data_are_refused(folder: Path) -> None:
         ),
         (
             [f"{ACCUMULATION}=1", "data.dataloader.batch_size=7"],
-            "data.dataloader.batch_size: 7 does not divide into 2 equal parts (2 devices * 1 accumulation steps); "
+            "data.dataloader.batch_size: 7 does not divide into 2 equal parts (2 devices * 1 accumulation step); "
             "nearest sizes: 6 or 8",
         ),
     ],

@@ -13,7 +13,7 @@ import pytest
 from kills import MOMENTS, History, Moment
 
 from pico_train.checkpoint.format import step_folders
-from pico_train.checkpoint.resume import verify_run
+from pico_train.checkpoint.verify import verify_run
 
 pytestmark = pytest.mark.skipif(
     not hasattr(os, "fork"), reason="trainers are forked from a process that has imported torch"

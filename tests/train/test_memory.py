@@ -126,7 +126,7 @@ def test_auto_takes_as_many_sequences_as_fit(tiny: Tiny) -> None:
         assert choose(config, int((needs[size].total - BASE_BYTES) / HEADROOM) + 1000) == size
         on_gpu = memory(config, size, on_gpu=True)
         assert choose(config, int(on_gpu.device / HEADROOM) + 1000, on_gpu=True) == size
-    with pytest.raises(UserError, match=r"needs about .* GB more of memory with 1 sequences at a time"):
+    with pytest.raises(UserError, match=r"needs about .* GB more of memory with 1 sequence at a time"):
         choose(config, needs[1].total - BASE_BYTES - 1000)
     forced = tiny(*big, *small_probe, "training.ignore_memory=true")
     assert choose(forced, 1000) == 1
@@ -186,7 +186,7 @@ def test_a_run_under_auto_and_one_that_does_not_fit(
 
     monkeypatch.setattr("pico_train.run.free_memory", lambda device: 10**5)
     code, said = start()
-    assert (code, "needs about" in said, "1 sequences at a time" in said) == (2, True, True)
+    assert (code, "needs about" in said, "1 sequence at a time" in said) == (2, True, True)
     assert not list((tmp_path / "runs").rglob("*.safetensors"))
 
     config_needs = 30 * 10**6
@@ -220,5 +220,5 @@ def test_a_dry_run_lists_the_parts_and_their_sum(tiny_yaml: Path, tiny: Tiny) ->
         .invoke(main, ["run", str(tiny_yaml), "--dry-run", "training.optimization.gradient_accumulation_steps=auto"])
         .output
     )
-    assert "memory with 1 sequences at a time" in said
+    assert "memory with 1 sequence at a time" in said
     assert "memory with 8 sequences at a time" in said

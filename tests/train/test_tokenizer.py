@@ -10,6 +10,7 @@ import sys
 import huggingface_hub
 import pytest
 import tokenizers
+from huggingface_hub import errors
 from tokenizers import AddedToken, models, pre_tokenizers, processors
 
 from pico_train.data.sources import DataError, Document
@@ -222,6 +223,32 @@ def test_a_hub_id_that_cannot_be_fetched_is_one_message(monkeypatch):
 
 
 @pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        (errors.GatedRepoError, "its owner has to grant access first"),
+        (errors.RepositoryNotFoundError, "the Hub has no such repository, or it is private"),
+        (errors.RemoteEntryNotFoundError, "it has no tokenizer.json"),
+        (errors.LocalEntryNotFoundError, "the Hub cannot be reached, and it is not in the cache"),
+    ],
+)
+def test_why_a_hub_id_cannot_be_fetched_is_one_line_without_the_tries(kind, reason, monkeypatch, caplog):
+    def failing(repo, file):
+        logging.getLogger("huggingface_hub.utils._http").warning("Retrying in 1s [Retry 1/5].")
+        error = kind.__new__(kind)
+        error.args = ("404 Client Error. (Request ID: x)\n\nNot found for url",)
+        raise error
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", failing)
+    with pytest.raises(DataError) as caught:
+        Tokenizer.load("owner/name")
+    assert f"as a Hub id it could not be fetched: {reason}" in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert "Retry" not in caplog.text
+    logging.getLogger("huggingface_hub.utils._http").warning("heard again")
+    assert "heard again" in caplog.text
+
+
+@pytest.mark.parametrize(
     ("tokens", "config", "problem"),
     [
         (["[UNK]", "a"], None, "no end-of-text token, .*none of <|endoftext|>"),
@@ -259,5 +286,7 @@ def test_a_process_forked_after_encoding_says_nothing():
         "os._exit(0) if os.fork() == 0 else os.wait()\n"
     )
     environment = {name: value for name, value in os.environ.items() if name != "TOKENIZERS_PARALLELISM"}
-    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
+    # Python 3.12 and newer warn of any fork beside threads; what is asked here is what the library says
+    python = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", script]
+    done = subprocess.run(python, env=environment, capture_output=True, text=True, check=True)
     assert done.stdout + done.stderr == ""

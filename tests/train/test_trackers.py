@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -115,7 +116,7 @@ def wandb_files(run: Path) -> list[Path]:
 
 
 def shown_by_trackio(run: Path) -> list[dict[str, float]]:
-    with sqlite3.connect(Path(os.environ["TRACKIO_DIR"]) / f"{PROJECT}.db") as database:
+    with closing(sqlite3.connect(Path(os.environ["TRACKIO_DIR"]) / f"{PROJECT}.db")) as database:
         query = "SELECT step, metrics FROM metrics WHERE run_id = ? AND run_name = ? ORDER BY step, id"
         found = database.execute(query, (run.name, run.name)).fetchall()
     return [{"step": step, **json.loads(metrics)} for step, metrics in found]
@@ -420,7 +421,7 @@ def test_a_stuck_tracker_holds_up_nothing_and_the_wait_for_it_is_bounded(
                 metrics.append(row(step, 1))
             assert fake.taken == []
         (warning,) = warnings(caplog)
-        assert warning.startswith(f"wandb is not done after 0.05 s, {LAST + 1} rows are left")
+        assert warning.startswith(f"wandb is not done after 0.05 s, {LAST + 1} rows left")
         assert unsent(run, ["wandb"], LAST) == ["wandb"]
         go_on.set()
         following._threads[0].join(10)

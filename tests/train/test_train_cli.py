@@ -11,17 +11,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import Result
 
 from pico_train.checkpoint.lock import locked
-from pico_train.cli import main
 
 Pico = Callable[..., Result]
-
-
-@pytest.fixture
-def pico() -> Pico:
-    return lambda *words: CliRunner().invoke(main, [str(word) for word in words])
 
 
 def test_a_run_from_start_to_end(pico: Pico, tiny_yaml: Path, tmp_path: Path) -> None:
@@ -71,7 +65,7 @@ def test_a_dry_run_says_what_this_machine_would_refuse(pico: Pico, tiny_yaml: Pa
 
 def test_a_dry_run_finds_the_data(pico: Pico, tiny_yaml: Path, tmp_path: Path, text_file: Path) -> None:
     said = pico("run", tiny_yaml, "--dry-run").stdout
-    assert "data: 1 files, " in said
+    assert "data: 1 file, " in said
     assert "the data was not read" in said
     refused = pico("run", tiny_yaml, "--dry-run", "data.dataset.path=nowhere.txt")
     assert refused.exit_code == 2
@@ -154,7 +148,7 @@ def test_one_run_of_a_suite_per_process(pico: Pico, tiny_yaml: Path, tmp_path: P
     assert (nothing.exit_code, "nothing to do: shard 4/4" in nothing.stdout) == (0, True)
     assert [pico("run", suite, *words).exit_code for words in (("--only", "s9"), ("--shard", "0/2"))] == [2, 2]
     planned = pico("run", suite, "--dry-run", "--shard", "2/2")
-    assert ("seeds-s1: " in planned.stdout, "1 runs" in planned.stdout) == (True, True)
+    assert ("seeds-s1: " in planned.stdout, "\n1 run, disk " in planned.stdout) == (True, True)
 
 
 def test_two_processes_that_start_the_same_run(tiny_yaml: Path, tmp_path: Path) -> None:

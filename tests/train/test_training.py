@@ -4,7 +4,8 @@ import json
 import os
 import shutil
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,12 +16,13 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 import pico_train
-from pico_train import loop
+from pico_train import evaluation, loop
 from pico_train.checkpoint.folder import RunFolderError
 from pico_train.checkpoint.format import CheckpointError, read_manifest, seal, step_folders
 from pico_train.checkpoint.lock import locked
-from pico_train.checkpoint.resume import verify_run
+from pico_train.checkpoint.verify import verify_run
 from pico_train.config import RunConfig
+from pico_train.data.batches import Batch
 from pico_train.errors import UserError
 from pico_train.loop import NonFiniteError
 from pico_train.metrics_log import MetricsLog, Row, read_rows
@@ -437,6 +439,61 @@ def test_a_signal_does_not_wait_for_the_micro_batches_to_come(tiny: Tiny, monkey
     assert same(weights(checkpoints(stopped.path)[6]), weights(checkpoints(whole.path)[6]))
 
 
+def test_a_signal_does_not_wait_for_the_end_of_an_evaluation(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is given up between two of its batches, nothing of it is stored, and the next start makes it again whole."""
+    sample = ("evaluation.metrics=[sample,held_out]", "evaluation.sample.max_new_tokens=2")
+    parts = (*sample, "evaluation.held_out.batch_size=2")
+    [whole] = pico_train.train(tiny(*parts, "checkpointing.run_name=whole"))
+    seen = []
+
+    class Signalled(Batch):
+        def split(self, size: int) -> Iterator[Batch]:
+            for number, part in enumerate(super().split(size)):
+                seen.append(number)
+                if len(seen) == 4 * 2 + 2:  # the second batch of the evaluation of step 2, the third
+                    os.kill(os.getpid(), signal.SIGTERM)
+                yield part
+
+    windows = evaluation.probe
+    monkeypatch.setattr(evaluation, "probe", lambda *what: Signalled(**vars(windows(*what))))
+    config = tiny(*parts)
+    with pytest.raises(Stopped, match=r"stopped by SIGTERM at step 2; the same command goes on there"):
+        pico_train.train(config)
+    assert seen == [0, 1, 2, 3, 0, 1, 2, 3, 0, 1]
+    run = Path(config.checkpointing.runs_dir) / "tiny"
+    assert [path.name for path in (run / "evaluations" / "step_2").iterdir()] == ["sample.json"]
+    assert [row["step"] for row in read_rows(run / "metrics.jsonl")] == [0, 1]
+    monkeypatch.undo()
+    [stopped] = pico_train.train(config)
+    assert rows_without_timings(stopped.path) == rows_without_timings(whole.path)
+    assert same(weights(checkpoints(stopped.path)[6]), weights(checkpoints(whole.path)[6]))
+
+
+def test_a_signal_does_not_wait_for_the_end_of_the_probe(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    seed = "seeds.dropout=7"  # the probe has no dropout, and always 0
+    [whole] = pico_train.train(tiny(seed, "checkpointing.run_name=whole"))
+    probed, real = [], loop.pass_seed
+
+    def signalled(dropout_seed: int, step: int, micro: int) -> int:
+        if dropout_seed == 0:
+            probed.append((step, micro))
+            if (step, micro) == (2, 0):
+                os.kill(os.getpid(), signal.SIGTERM)
+        return real(dropout_seed, step, micro)
+
+    monkeypatch.setattr(loop, "pass_seed", signalled)
+    config = tiny(seed)
+    with pytest.raises(Stopped, match=r"stopped by SIGTERM at step 2; the same command goes on there"):
+        pico_train.train(config)
+    assert probed == [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0)]
+    run = Path(config.checkpointing.runs_dir) / "tiny"
+    assert (list(checkpoints(run)), list(step_folders(run / "restart"))) == ([0, 1], [2])
+    monkeypatch.undo()
+    [stopped] = pico_train.train(config)
+    assert rows_without_timings(stopped.path) == rows_without_timings(whole.path)
+    assert same(weights(checkpoints(stopped.path)[6]), weights(checkpoints(whole.path)[6]))
+
+
 def test_the_time_limit_stops_like_a_signal(tiny: Tiny) -> None:
     """A limit shorter than the start still lets each start make one pass, so that the same command comes to an end."""
     config = tiny("training.max_minutes=1e-6")
@@ -476,6 +533,44 @@ def test_what_only_changes_rounding_may_change_with_a_warning(
     with caplog.at_level("WARNING", logger="pico_train"):
         pico_train.train(tiny("training.optimization.gradient_accumulation_steps=4"))
     assert "gradient_accumulation_steps: 2 before, 4 now; from here on" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("key", "one", "other"),
+    [
+        ("training.optimization.gradient_accumulation_steps", "auto", "1"),
+        ("training.fabric.num_devices", "auto", "1"),
+        ("training.fabric.accelerator", "auto", "cpu"),
+        ("training.fabric.precision", "auto", "32-true"),
+        ("training.fabric.num_threads", "null", str(torch.get_num_threads())),
+        ("training.fabric.strategy", "auto", "ddp"),
+        ("training.activation_checkpointing", "false", "true"),
+    ],
+)
+@pytest.mark.skipif(torch.cuda.is_available(), reason="auto is something else there")
+def test_a_setting_left_open_and_written_out_is_the_same(
+    tiny: Tiny,
+    stop_at: Callable[[int | None], None],
+    caplog: pytest.LogCaptureFixture,
+    key: str,
+    one: str,
+    other: str,
+) -> None:
+    small = ("model.n_layers=1", "evaluation.metrics=null", "training.max_steps=4")
+    for step, value in ((2, one), (3, other), (None, one)):
+        stop_at(step)
+        with pytest.raises(KeyboardInterrupt) if step else nullcontext():
+            pico_train.train(tiny(*small, f"{key}={value}"))
+    assert "from here on" not in caplog.text
+
+
+def test_a_precision_that_auto_did_not_come_to_is_refused(tiny: Tiny) -> None:
+    constant = "training.optimization.lr_scheduler=constant"
+    auto, other = ("bf16-mixed", "32-true") if torch.cuda.is_available() else ("32-true", "bf16-mixed")
+    pico_train.train(tiny(constant, "training.max_steps=1", "training.fabric.precision=auto"))
+    with pytest.raises(RunFolderError, match=rf'precision: "auto" before, "{other}" now'):
+        pico_train.train(tiny(constant, "training.max_steps=2", f"training.fabric.precision={other}"))
+    pico_train.train(tiny(constant, "training.max_steps=2", f"training.fabric.precision={auto}"))
 
 
 def test_weights_that_are_not_finite_are_never_published(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:

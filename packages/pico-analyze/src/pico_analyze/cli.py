@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from pico_analyze.words import counted
+
 if TYPE_CHECKING:
     from pico_analyze.config import AnalysisConfig
     from pico_analyze.run import Outcome
@@ -169,7 +171,7 @@ def plot(results: Path, x: Any, formats: str, output: Path | None, metrics: tupl
         ),
         n_jobs=jobs,
     )
-    click.echo(f"{len(written)} files in {written[0].parent}, {written[0].name} first")
+    click.echo(f"{counted(len(written), 'file')} in {written[0].parent}, {written[0].name} first")
 
 
 @main.command()
@@ -192,8 +194,8 @@ def verify(run_paths: tuple[str, ...]) -> None:
         n_faults += len(faults)
         for fault in faults:
             click.echo(str(fault))
-        said = "no fault" if not faults else "1 fault" if len(faults) == 1 else f"{len(faults)} faults"
-        click.echo(f"run {run.name}: {len(run.steps)} checkpoints, {said}")
+        said = counted(len(faults), "fault") if faults else "no fault"
+        click.echo(f"run {run.name}: {counted(len(run.steps), 'checkpoint')}, {said}")
     if n_faults:
         sys.exit(1)
 
@@ -330,7 +332,7 @@ def _plugins(config_path: Path | None) -> tuple[str, ...]:
 
 def _print_outcome(outcome: "Outcome") -> None:
     folder = outcome.folder
-    click.echo(f"{outcome.n_computed:,} values computed, {outcome.n_kept:,} kept from before, in {folder}")
+    click.echo(f"{counted(outcome.n_computed, 'value')} computed, {outcome.n_kept:,} kept from before, in {folder}")
     counts = outcome.statuses()
     click.echo(", ".join(f"{n:,} {status}" for status, n in counts.items()))
     for status, reason, n in outcome.reasons():

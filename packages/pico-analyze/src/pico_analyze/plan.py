@@ -28,6 +28,7 @@ from pico_analyze.plugins import code_hash
 from pico_analyze.results import canonical, row_parameters
 from pico_analyze.targets import Target, no_pair, unmatched
 from pico_analyze.targets import problems as target_problems
+from pico_analyze.words import counted
 
 
 class AnalysisError(ValueError):
@@ -211,8 +212,10 @@ def describe(cells: Sequence[Cell]) -> list[str]:
         n_values = sum(len(cell.heads) for cell in group)
         n_missing = sum(len(cell.heads) for cell in group if cell.missing)
         gaps = f", {n_missing} of them missing" if n_missing else ""
-        pairs = f"{len(group)} pairs, " if group[0].reference else ""
-        lines.append(f"{text}{where}: {n_checkpoints} checkpoints, {pairs}{n_values} values{gaps}")
+        pairs = f"{counted(len(group), 'pair')}, " if group[0].reference else ""
+        lines.append(
+            f"{text}{where}: {counted(n_checkpoints, 'checkpoint')}, {pairs}{counted(n_values, 'value')}{gaps}"
+        )
     return lines
 
 

@@ -16,13 +16,15 @@ if TYPE_CHECKING:
 __all__ = ["train"]
 
 
-def train(config: "str | Path | Mapping[str, Any] | RunConfig | Suite", *overrides: str) -> "list[RunResult]":
+def train(
+    config: "str | Path | Mapping[str, Any] | RunConfig | Suite", *overrides: "str | list[str]"
+) -> "list[RunResult]":
     """Train a run or a suite to its end, from wherever it stands: what ``pico-train run`` does.
 
     Args:
         config: a YAML file of a run or a suite, the same as a mapping (a run then needs ``checkpointing.run_name``),
             or what ``pico_train.suite.load`` returned.
-        overrides: ``key.sub=value``, as on the command line.
+        overrides: ``key.sub=value``, as on the command line, one by one or as a list.
 
     Returns:
         One result per run, in the order of the suite.
@@ -34,5 +36,6 @@ def train(config: "str | Path | Mapping[str, Any] | RunConfig | Suite", *overrid
     from pico_train.stopping import StopRequest
     from pico_train.suite import as_suite
 
+    words = [word for given in overrides for word in (given if isinstance(given, list) else [given])]
     with StopRequest() as stop:
-        return train_suite(as_suite(config, overrides), ["pico_train.train"], stop)
+        return train_suite(as_suite(config, words), ["pico_train.train"], stop)

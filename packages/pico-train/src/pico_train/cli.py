@@ -13,6 +13,7 @@ import click
 
 from pico_train.errors import PicoError, UserError
 from pico_train.launch import place, processes_to_start, start, stop_with_the_starter
+from pico_train.words import counted
 
 if TYPE_CHECKING:
     from pico_train.suite import Suite
@@ -142,10 +143,11 @@ def ls(runs_dir: Path) -> None:
 
     rows = [
         (
-            entry.run,
+            entry.run if entry.run == entry.made_as else f"{entry.run} (made as {entry.made_as})",
             entry.suite or "",
             f"{entry.n_parameters:,}",
-            f"{entry.step:,} of {entry.max_steps:,}",
+            f"{entry.step:,} of {entry.max_steps:,}"
+            + (", not finished" if entry.step == entry.max_steps and not entry.finished else ""),
             _number(entry.loss),
             f"{len(entry.saved_steps)}: {_span(entry.saved_steps)}",
         )
@@ -158,13 +160,13 @@ def ls(runs_dir: Path) -> None:
 @click.argument("run_folder", type=click.Path(path_type=Path))
 @reports_errors
 def verify(run_folder: Path) -> None:
-    """Check every file of a run against its hash, and that each checkpoint follows the one before."""
-    from pico_train.checkpoint.resume import verify_run
+    """Check every file of a run against its hash, and that checkpoints, log, configuration and evaluations belong together."""
+    from pico_train.checkpoint.verify import verify_run
 
     n_checkpoints, faults = verify_run(run_folder)
     for fault in faults:
         click.echo(fault, err=True)
-    click.echo(f"{run_folder}: {n_checkpoints} checkpoints, {len(faults)} faults")
+    click.echo(f"{run_folder}: {counted(n_checkpoints, 'checkpoint')}, {counted(len(faults), 'fault')}")
     if faults:
         sys.exit(1)
 
@@ -214,15 +216,16 @@ def _print_plan(suite: "Suite") -> None:
     from pico_train.estimate import estimate
     from pico_train.hardware import choose_hardware
     from pico_train.memory import memory
+    from pico_train.trackers import check_trackers
 
     disk = 0
     for config in suite.runs:
         needs = estimate(config)
         disk += needs.disk_bytes
         click.echo(
-            f"{config.checkpointing.run_name}: {needs.n_parameters:,} parameters, {config.training.max_steps:,} steps, "
+            f"{config.checkpointing.run_name}: {needs.n_parameters:,} parameters, {counted(config.training.max_steps, 'step')}, "
             f"{needs.tokens:,} tokens, disk {_size(needs.disk_bytes)} and up to {_size(needs.restart_bytes)} of restart points\n"
-            f"  {len(needs.save_steps)} checkpoints: {', '.join(map(str, needs.save_steps))}"
+            f"  {counted(len(needs.save_steps), 'checkpoint')}: {', '.join(map(str, needs.save_steps))}"
         )
         fabric, steps = config.training.fabric, config.training.optimization.gradient_accumulation_steps
         n_devices = fabric.num_nodes * (1 if fabric.num_devices == "auto" else fabric.num_devices)
@@ -230,15 +233,17 @@ def _print_plan(suite: "Suite") -> None:
         for size in (1, batch) if steps == "auto" else (batch // steps,):
             parts = memory(config, size)
             listed = ", ".join(f"{name} {_size(n_bytes)}" for name, n_bytes in asdict(parts).items() if n_bytes)
-            click.echo(f"  memory with {size} sequences at a time {_size(parts.total)}: {listed}")
+            click.echo(f"  memory with {counted(size, 'sequence')} at a time {_size(parts.total)}: {listed}")
     for dataset in {config.data.dataset.model_dump_json(): config.data.dataset for config in suite.runs}.values():
         if dataset.name in ("python-stdlib", "text"):
             files = open_source(dataset).signature()
-            click.echo(f"data: {len(files):,} files, {_size(sum(stamp.size_bytes for stamp in files))}")
-    click.echo(f"{len(suite.runs)} runs, disk {_size(disk)}; nothing was started, and the data was not read")
+            click.echo(f"data: {counted(len(files), 'file')}, {_size(sum(stamp.size_bytes for stamp in files))}")
+    click.echo(f"{counted(len(suite.runs), 'run')}, disk {_size(disk)}; nothing was started, and the data was not read")
     for problem in dict.fromkeys(problem for config in suite.runs for problem in not_built_yet(config)):
         click.echo(f"would be refused: {problem}")
     try:
+        for config in suite.runs:
+            check_trackers(config.monitoring.tracker_names, config.monitoring.tracker_project)
         processes_to_start(suite.runs, place())
         for section in {
             config.training.fabric.model_dump_json(): config.training.fabric for config in suite.runs

@@ -9,7 +9,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, Strict
 
@@ -26,6 +26,7 @@ from pico_train.strict_yaml import (
     to_text,
     validated,
 )
+from pico_train.words import counted
 
 Texts = Annotated[tuple[str, ...], Strict(False)]  # a YAML list arrives as a list
 Steps = Annotated[tuple[Annotated[int, Field(ge=0)], ...], Strict(False)]
@@ -126,6 +127,7 @@ class ModelConfig(Section):
     batch_size: int = Field(
         1024,
         gt=0,
+        json_schema_extra={"deprecated": True},
         description="no effect; kept because published files hold it (see data.dataloader.batch_size)",
     )
     max_seq_len: int = Field(2048, gt=0, description="tokens per training window, and the longest position")
@@ -385,7 +387,7 @@ class LoggingConfig(Section):
 class WandbConfig(Section):
     """Weights & Biases."""
 
-    project: str = Field("", description="project; needed when save_to_wandb")
+    project: str = Field("", description="project, also of trackio; needed when save_to_wandb, else empty = pico")
     entity: str = Field("", description="user or team; needed when save_to_wandb")
 
 
@@ -409,6 +411,11 @@ class MonitoringConfig(Section):
     def tracker_names(self) -> list[str]:
         """The trackers; ``save_to_wandb`` adds wandb."""
         return [*self.trackers, "wandb"] if self.save_to_wandb and "wandb" not in self.trackers else list(self.trackers)
+
+    @property
+    def tracker_project(self) -> str:
+        """The project that the trackers put the run into."""
+        return self.wandb.project or "pico"
 
     def problems(self) -> Iterator[Problem]:
         """A tracker needs to know where."""
@@ -557,6 +564,12 @@ class CheckpointingConfig(Section):
 class RunConfig(Section):
     """One training run. Every section and key may be missing; its default then holds."""
 
+    elsewhere: ClassVar[Mapping[str, str]] = {
+        "name": "only a suite has a name; that of a run is checkpointing.run_name",
+        "base": "a section of the file of a suite; the keys of a run come without it, as in model.d_model=64",
+        "vary": "a section of the file of a suite, which is set there and not by an override",
+    }
+
     data: DataConfig = DataConfig()
     model: ModelConfig = ModelConfig()
     seeds: SeedsConfig = SeedsConfig()
@@ -650,7 +663,7 @@ class RunConfig(Section):
             return None
         sizes = [size for size in (batch // parts * parts, (batch // parts + 1) * parts) if size]
         return (
-            f"does not divide into {parts} equal parts ({n_devices} devices * {accumulation} accumulation steps); "
+            f"does not divide into {parts} equal parts ({counted(n_devices, 'device')} * {counted(accumulation, 'accumulation step')}); "
             f"nearest sizes: {' or '.join(map(str, sizes))}"
         )
 
@@ -760,9 +773,10 @@ def what_matters(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def config_hash(config: RunConfig) -> str:
-    """SHA-256 over what the numbers of the run depend on, as sorted JSON."""
-    text = json.dumps(what_matters(config.model_dump(mode="json")), sort_keys=True, separators=(",", ":"))
+def config_hash(config: RunConfig | Mapping[str, Any]) -> str:
+    """SHA-256 over what the numbers of the run depend on, as sorted JSON; of a ``config.yaml`` as it was read, the same."""
+    raw = config.model_dump(mode="json") if isinstance(config, RunConfig) else config
+    text = json.dumps(what_matters(raw), sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
 
 

@@ -37,10 +37,11 @@ class Evaluator:
     autocast: Callable[[], AbstractContextManager[Any]]
     ranks: Ranks
 
-    def __call__(self, state: TrainState) -> float | None:
+    def __call__(self, state: TrainState, heed_stop: Callable[[], None]) -> float | None:
         """Do what ``evaluation.metrics`` lists and return the held-out loss in nats, None if it is not among them.
 
-        What is stored already for the very weights is not computed again.
+        What is stored already for the very weights is not computed again. ``heed_stop``, called before each batch and each sample,
+        may raise; what was not finished by then leaves no trace.
         """
         weights = weights_hash(state.model)
         loss: float | None = None
@@ -51,20 +52,25 @@ class Evaluator:
             path = self.run / "evaluations" / f"step_{state.step}" / f"{name}.json"
             result = self.ranks.decided(partial(stored_result, path, made_from))
             if result is None:
+                heed_stop()
                 with self.autocast(), together(state.model):
-                    computed = self._held_out(state.model) if name == "held_out" else self._sample(state.model)
+                    computed = (
+                        self._held_out(state.model, heed_stop) if name == "held_out" else self._sample(state.model)
+                    )
                 result = made_from | computed
                 self.ranks.lead(partial(store_result, path, result))
             if name == "held_out":
                 loss = result["loss"]
         return loss
 
-    def _held_out(self, model: PicoDecoder) -> dict[str, Any]:
+    def _held_out(self, model: PicoDecoder, heed_stop: Callable[[], None]) -> dict[str, Any]:
         section, seq_len = self.section.held_out, model.config.max_seq_len
         n_windows = section.max_windows or self.cache.n_windows("held_out", seq_len)
         windows = probe(self.cache, n_windows, seq_len)
         return {
-            "loss": held_out_loss(model, windows, batch_size=section.batch_size, device=self.device),
+            "loss": held_out_loss(
+                model, windows, batch_size=section.batch_size, device=self.device, heed_stop=heed_stop
+            ),
             "n_windows": len(windows.input_ids),
             "n_tokens": windows.n_scored,
             "unigram_entropy": self.cache.unigram_entropy_nats,  # of the training tokens, for comparison
@@ -75,16 +81,20 @@ class Evaluator:
 
 
 @torch.no_grad()
-def held_out_loss(model: PicoDecoder, windows: Batch, *, batch_size: int, device: torch.device) -> float:
+def held_out_loss(
+    model: PicoDecoder, windows: Batch, *, batch_size: int, device: torch.device, heed_stop: Callable[[], None]
+) -> float:
     """Mean cross-entropy in nats over all scored tokens of ``windows``, in evaluation mode.
 
-    ``batch_size`` sequences go through the model at a time; it changes the result by rounding only.
+    ``batch_size`` sequences go through the model at a time; it changes the result by rounding only. ``heed_stop``, called before
+    each of these batches, may raise.
     """
     was_training = model.training
     model.eval()
     try:
         total = 0.0
         for part in windows.split(batch_size):
+            heed_stop()
             part = part.to(device)
             total += float(model(part.inputs, labels=part.labels)) * part.n_scored
         return total / windows.n_scored

@@ -15,13 +15,19 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RunEntry:
-    """One run: how far it is, its last training loss in nats, and the steps whose checkpoints are complete."""
+    """One run, by the name of its folder; ``made_as`` is the name that it was trained under, another one in a copy.
+
+    ``step`` counts the passes done, as everywhere: the step that the run stands at. ``loss`` is that of its last pass in nats;
+    ``saved_steps`` are those whose checkpoints are complete.
+    """
 
     run: str
+    made_as: str
     suite: str | None
     n_parameters: int
     step: int
     max_steps: int
+    finished: bool
     loss: float | None
     saved_steps: list[int]
 
@@ -55,12 +61,15 @@ def _entry(run: Path) -> RunEntry:
         except CheckpointError:
             continue
         saved.append(step)
+    max_steps = config.training.max_steps
     return RunEntry(
-        run=identity["run"],
+        run=run.name,
+        made_as=identity["run"],
         suite=identity["suite"],
         n_parameters=config.model.n_parameters,
-        step=last["step"] if last else 0,
-        max_steps=config.training.max_steps,
+        step=min(last["step"] + 1, max_steps) if last else 0,
+        max_steps=max_steps,
+        finished=last is not None and last["step"] == max_steps,
         loss=last["loss"] if last else None,
         saved_steps=saved,
     )

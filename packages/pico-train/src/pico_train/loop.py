@@ -27,6 +27,7 @@ from pico_train.objectives import Objective
 from pico_train.ranks import ALONE, Ranks
 from pico_train.sharding import is_finite, is_sharded, together, whole
 from pico_train.state import TrainState
+from pico_train.words import counted
 
 if TYPE_CHECKING:
     from lightning.fabric import Fabric
@@ -35,7 +36,7 @@ MAX_RESCALES = 16  # how often one fp16 pass is repeated at half the loss scale 
 
 
 class _Interrupted(Exception):
-    """A pass was given up between two micro-batches; it has changed nothing, and is made again from its beginning."""
+    """A pass was given up between two micro-batches or evaluated batches; it has changed nothing, and is made again from its beginning."""
 
 
 class NonFiniteError(PicoError):
@@ -118,19 +119,25 @@ def train(
     save_restart_point: Callable[[TrainState], None],
     restart_due: Callable[[int], bool],
     stopping: Callable[[], bool],
-    evaluate: Callable[[TrainState], float | None],
+    evaluate: Callable[[TrainState, Callable[[], None]], float | None],
     log: Callable[[Row], None],
 ) -> bool:
     """Run the passes from ``state.step`` to ``passes.max_steps``; whether the end was reached.
 
-    Asked before each pass and each micro-batch, ``stopping`` ends the loop with a restart point of the step that was reached. ``state``
-    is changed in place. Every rank runs this loop; ``log`` is given what holds for all of them, and ``captured`` is empty on ranks
-    other than the first.
+    Asked before each pass, and within it between the micro-batches of training, of the probe and of an evaluation, ``stopping`` ends
+    the loop with a restart point of the step that was reached; ``evaluate`` is given what to call between its batches. ``state`` is
+    changed in place. Every rank runs this loop; ``log`` is given what holds for all of them, and ``captured`` is empty on ranks other
+    than the first.
 
     Raises:
         NonFiniteError: a loss or gradient is not finite and the rule is to stop, or has skipped ``max_skips`` updates.
     """
     model, device = state.model, engine.fabric.device
+
+    def heed_stop() -> None:
+        if engine.ranks.any(stopping())[0]:
+            raise _Interrupted
+
     for step in range(state.step, passes.max_steps + 1):
         stop, due = engine.ranks.any(stopping(), engine.ranks.first and restart_due(step))
         if stop or due:
@@ -145,28 +152,18 @@ def train(
         positions = rule.positions(batch, passes.data_seed) if rule else None
 
         try:
-            outcome = computed(state, passes, engine, batch, rule, positions, stopping)
+            outcome = computed(state, passes, engine, batch, rule, positions, heed_stop)
+            if not outcome.finite and (passes.non_finite == "stop" or state.skipped_updates == passes.max_skips):
+                raise NonFiniteError(non_finite_message(step, outcome.losses, model, passes))
+            captured = looked_at(state, passes, engine, batch, rule, positions, outcome, heed_stop) if rule else {}
+            save_began = time.perf_counter()
+            if saving:
+                save(state, captured if engine.ranks.first else {})
+            save_seconds = time.perf_counter() - save_began
+            val_loss = evaluate(state, heed_stop) if step in passes.evaluate_at else None
         except _Interrupted:
             save_restart_point(state)
             return False
-        if not outcome.finite and (passes.non_finite == "stop" or state.skipped_updates == passes.max_skips):
-            raise NonFiniteError(non_finite_message(step, outcome.losses, model, passes))
-        captured: dict[Split, Captured] = {}
-        if rule:
-            activations = outcome.activations
-            if passes.compiled:
-                activations = plain_activations(state, passes, engine, batch, positions)
-            gradients = weight_gradients(model, rule, engine.ranks)
-            captured["train"] = Captured(batch, positions, activations, gradients)
-            if passes.probe is not None:
-                probe = passes.probe.to(device)
-                look = partial(unscaled_pass, state, engine, probe, passes.probe_batch_size)
-                captured["val"] = probe_pass(model, probe, rule, look, engine.ranks)
-        save_began = time.perf_counter()
-        if saving:
-            save(state, captured if engine.ranks.first else {})
-        save_seconds = time.perf_counter() - save_began
-        val_loss = evaluate(state) if step in passes.evaluate_at else None
 
         norms_by_layer = gradient_norms_by_layer(model) if passes.norms_by_layer else None
         updating = outcome.finite and not last
@@ -208,7 +205,7 @@ def computed(
     batch: Batch,
     rule: CaptureRule | None,
     positions: Tensor | None,
-    stopping: Callable[[], bool],
+    heed_stop: Callable[[], None],
 ) -> Outcome:
     """Forward and backward over the global ``batch``; under fp16 again at half the loss scale until the gradient is finite."""
     model, scaler, ranks = state.model, state.scaler, engine.ranks
@@ -227,7 +224,7 @@ def computed(
                 passes.dropout_seed,
                 norms,
                 ranks,
-                stopping,
+                heed_stop,
             )
         scale = scaler.get_scale() if scaler else 1.0
         if scaler:
@@ -261,25 +258,23 @@ def forward_backward(
     dropout_seed: int,
     norms: MicroBatchNorms | None = None,
     ranks: Ranks = ALONE,
-    stopping: Callable[[], bool] = lambda: False,
+    heed_stop: Callable[[], None] = lambda: None,
 ) -> Tensor:
     """Add the gradient of the mean loss over the scored tokens of the global ``batch`` to ``.grad``.
 
     Each rank takes its share of the sequences, in parts of ``micro_batch_size``, each weighted by its part of all scored tokens, so that
-    neither their size nor masked tokens change what is computed. A part without a scored token is left out.
+    neither their size nor masked tokens change what is computed. A part without a scored token is left out. ``heed_stop``, called
+    between two parts, may raise.
 
     Returns:
         What each part of all ranks adds to the mean loss (parts,), in the order of the batch: they sum up to it.
-
-    Raises:
-        _Interrupted: ``stopping`` was true before a part but the first, on some rank.
     """
     parts, parts_of_all = micro_batches(batch, micro_batch_size, ranks), list(batch.split(micro_batch_size))
     sharded = is_sharded(next(model.parameters()))
     losses = torch.zeros(len(parts), device=batch.input_ids.device)
     for number, part in enumerate(parts):
-        if number and ranks.any(stopping())[0]:
-            raise _Interrupted
+        if number:
+            heed_stop()
         # Gradients are averaged over the ranks in the backward of the last part, so that one goes through it even if none of it counts.
         # For the norms those of a sharded model are averaged in each backward, others once each rank has measured its own.
         averaging = ranks.size > 1 and (sharded if norms else number == len(parts) - 1)
@@ -300,6 +295,31 @@ def forward_backward(
     return ranks.joined(losses)
 
 
+def looked_at(
+    state: TrainState,
+    passes: Passes,
+    engine: Engine,
+    batch: Batch,
+    rule: CaptureRule,
+    positions: Tensor | None,
+    outcome: Outcome,
+    heed_stop: Callable[[], None],
+) -> dict[Split, Captured]:
+    """What is kept of a pass that is saved: of its own batch, and of the probe if there is one."""
+    model, ranks = state.model, engine.ranks
+    activations = outcome.activations
+    if passes.compiled:
+        activations = plain_activations(state, passes, engine, batch, positions)
+    captured: dict[Split, Captured] = {
+        "train": Captured(batch, positions, activations, weight_gradients(model, rule, ranks))
+    }
+    if passes.probe is not None:
+        probe = passes.probe.to(engine.fabric.device)
+        look = partial(unscaled_pass, state, engine, probe, passes.probe_batch_size, heed_stop)
+        captured["val"] = probe_pass(model, probe, rule, look, ranks)
+    return captured
+
+
 @torch.no_grad()
 def plain_activations(
     state: TrainState, passes: Passes, engine: Engine, batch: Batch, positions: Tensor | None
@@ -316,11 +336,15 @@ def plain_activations(
     return rows_of_all(activations, ranks)
 
 
-def unscaled_pass(state: TrainState, engine: Engine, batch: Batch, micro_batch_size: int) -> None:
+def unscaled_pass(
+    state: TrainState, engine: Engine, batch: Batch, micro_batch_size: int, heed_stop: Callable[[], None]
+) -> None:
     """``forward_backward`` over the plain module, its gradients unscaled under fp16: what the probe runs."""
-    fabric = engine.fabric
+    fabric, step = engine.fabric, state.step
     with fabric.autocast():
-        forward_backward(fabric, state.model, engine.objective, batch, micro_batch_size, state.step, dropout_seed=0)
+        forward_backward(
+            fabric, state.model, engine.objective, batch, micro_batch_size, step, dropout_seed=0, heed_stop=heed_stop
+        )
     if state.scaler:
         scale = state.scaler.get_scale()
         for parameter in state.model.parameters():
@@ -371,7 +395,7 @@ def non_finite_message(step: int, losses: Tensor, model: nn.Module, passes: Pass
             what.append(f"the gradient of {name} is not finite")
             break
     if passes.non_finite == "skip":
-        rule = f"{passes.max_skips} updates were left out before (training.max_skips)"
+        rule = f"{counted(passes.max_skips, 'update')} left out before (training.max_skips)"
     else:
         rule = "training.non_finite=skip leaves such updates out"
     return (

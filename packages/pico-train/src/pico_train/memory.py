@@ -14,6 +14,7 @@ from pico_train.errors import UserError
 from pico_train.estimate import FP32, capture_bytes
 from pico_train.model.head import head_chunk
 from pico_train.optim import n_moments
+from pico_train.words import counted
 
 BASE_BYTES = 450_000_000  # Python with torch and Lightning loaded, before a model exists
 COMPILER_BYTES = 150_000_000  # torch.compile and what it keeps: 93 MB for one layer, more for more
@@ -174,10 +175,10 @@ def micro_batch_size(
         size = next((size for size in sizes if needed(size) <= HEADROOM * free), 1)
     if free is not None and needed(size) > free and not config.training.ignore_memory:
         raise UserError(
-            f"{config.checkpointing.run_name} needs about {needed(size) / 1e9:,.3g} GB more of memory with {size} sequences at a time, "
-            f"and {free / 1e9:,.3g} GB are free; raise training.optimization.gradient_accumulation_steps (or 'auto'), set "
-            "training.activation_checkpointing=true, make the model or its windows smaller, or start all the same with "
-            "training.ignore_memory=true"
+            f"{config.checkpointing.run_name} needs about {needed(size) / 1e9:,.3g} GB more of memory with "
+            f"{counted(size, 'sequence')} at a time, and {free / 1e9:,.3g} GB are free; raise "
+            "training.optimization.gradient_accumulation_steps (or 'auto'), set training.activation_checkpointing=true, make the model "
+            "or its windows smaller, or start all the same with training.ignore_memory=true"
         )
     return size
 

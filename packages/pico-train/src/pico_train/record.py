@@ -20,7 +20,7 @@ class Record:
     ``background`` publishes its checkpoints. It ends before the trackers, so that those are safe before anything is waited for.
 
     Raises:
-        UserError: rows before ``step`` are missing; a tracker is not installed.
+        UserError: rows before ``step`` are missing.
     """
 
     def __init__(self, folder: RunFolder, config: RunConfig, step: int) -> None:
@@ -73,14 +73,13 @@ class Record:
 
 def trackers_of(folder: RunFolder, config: RunConfig, names: Sequence[str], step: int) -> Trackers:
     """The trackers ``names`` of a run that goes on from ``step``."""
-    wandb = config.monitoring.wandb
     return Trackers(
         names,
         run_folder=folder.path,
         run=folder.name,
         run_id=folder.run_id,
-        project=wandb.project or "pico",
-        entity=wandb.entity or None,
+        project=config.monitoring.tracker_project,
+        entity=config.monitoring.wandb.entity or None,
         config=config.model_dump(mode="json"),
         step=step,
     )

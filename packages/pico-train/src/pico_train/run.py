@@ -47,7 +47,8 @@ from pico_train.state import TrainState
 from pico_train.stopping import Stopped, StopRequest
 from pico_train.strict_yaml import ConfigError, flattened, shown
 from pico_train.suite import Suite
-from pico_train.trackers import unsent
+from pico_train.trackers import check_trackers, unsent
+from pico_train.words import counted
 
 log = logging.getLogger(__name__)
 
@@ -98,13 +99,14 @@ def train_suite(suite: Suite, command: Sequence[str], stop: StopRequest) -> list
             for k, v in flattened(c.model_dump()).items()
         }
         ranks.check_same(settings | versions(), "has another configuration than rank 0")
-        ranks.lead(partial(_check_batches, suite, ranks.size))
+        ranks.lead(partial(_check_first, suite, ranks.size))
         return [train_run(config, suite=suite.name, command=command, stop=stop, ranks=ranks) for config in suite.runs]
 
 
-def _check_batches(suite: Suite, n_devices: int) -> None:
-    """Refuse a batch that does not divide over the devices that there are, which the configuration may leave open."""
+def _check_first(suite: Suite, n_devices: int) -> None:
+    """Refuse before anything is done a tracker that cannot be used, and a batch that does not divide over the devices that there are."""
     for config in suite.runs:
+        check_trackers(config.monitoring.tracker_names, config.monitoring.tracker_project)
         if message := config.batch_problem(n_devices):
             line = f"data.dataloader.batch_size: {config.data.dataloader.batch_size} {message}"
             raise ConfigError(str(suite.path), [line])
@@ -144,7 +146,7 @@ def train_run(
 def _tell_finished(folder: RunFolder, config: RunConfig) -> None:
     """Say that a run is finished, and send its trackers what a stop had left behind."""
     max_steps = config.training.max_steps
-    log.info("%s is finished: %d steps, in %s", folder.name, max_steps, folder.path)
+    log.info("%s is finished: %s, in %s", folder.name, counted(max_steps, "step"), folder.path)
     if owed := unsent(folder.path, config.monitoring.tracker_names, max_steps):
         with trackers_of(folder, config, owed, max_steps + 1):
             pass  # leaving sends it
@@ -211,15 +213,16 @@ def _train(
     passes = _passes(config, hardware, state.micro_batch_size, rule, probe_batch)
     batch_tokens = batches.batch_size * batches.seq_len
     log.info(
-        f"{folder.name}: {config.model.n_parameters:,} parameters; {batches.batch_size} sequences x {batches.seq_len} tokens = "
-        f"{batch_tokens:,} tokens a step, {passes.micro_batch_size} sequences at a time; "
-        f"{max_steps:,} steps = {max_steps * batch_tokens:,} tokens, from step {state.step:,}; {hardware}; "
+        f"{folder.name}: {config.model.n_parameters:,} parameters; "
+        f"{counted(batches.batch_size, 'sequence')} x {counted(batches.seq_len, 'token')} = "
+        f"{batch_tokens:,} tokens a step, {counted(passes.micro_batch_size, 'sequence')} at a time; "
+        f"{counted(max_steps, 'step')} = {max_steps * batch_tokens:,} tokens, from step {state.step:,}; {hardware}; "
         f"the head takes {head_chunk(config.model.vocab_size, engine.fabric.device.type):,} tokens at a time"
     )
     if config.training.compile:
         part = micro_batches(batches.at(state.step), passes.micro_batch_size, ranks)[0].to(engine.fabric.device)
         try_compiled(engine.fabric, engine.forward, state.model, next_token, part, state.step)
-    _warn_of_the_schedule(config, passes)
+    _warn_of_the_schedule(config, passes, batches)
     restart = config.checkpointing.restart
     restart_schedule = RestartSchedule(
         every_n_steps=restart.every_n_steps,
@@ -276,14 +279,22 @@ def _train(
         raise Stopped(f"{folder.name} stopped by {reason} at step {state.step:,}; the same command goes on there")
 
 
-def _warn_of_the_schedule(config: RunConfig, passes: Passes) -> None:
+def _warn_of_the_schedule(config: RunConfig, passes: Passes, batches: Batches) -> None:
     """Say what is allowed and seldom meant."""
     warmup, restart = config.training.optimization.lr_warmup_steps, config.checkpointing.restart
     if warmup >= passes.max_steps > 0:
         log.warning(
-            "training.optimization.lr_warmup_steps: %d: the run of %d steps ends within its warm-up, at a part of lr",
+            "training.optimization.lr_warmup_steps: %d: the run of %s ends within its warm-up, at a part of lr",
             warmup,
-            passes.max_steps,
+            counted(passes.max_steps, "step"),
+        )
+    if batches.batch_size > batches.n_windows:
+        log.warning(
+            "data.dataloader.batch_size: %d: the training text has %s of %d tokens only, so that a batch holds some of them more than "
+            "once; use more text, a smaller batch_size or a smaller model.max_seq_len",
+            batches.batch_size,
+            counted(batches.n_windows, "window"),
+            batches.seq_len,
         )
     if not passes.save_at and not restart.every_n_steps and restart.every_minutes is None:
         log.warning("the run keeps nothing: checkpointing.schedule, save_every_n_steps and restart are all off")
@@ -363,9 +374,9 @@ def _probe(config: RunConfig, cache: TokenCache) -> Batch | None:
     batch = probe(cache, dynamics.probe_windows, config.model.max_seq_len)
     if len(batch.input_ids) < dynamics.probe_windows:
         log.warning(
-            "the probe has %d windows, not the %d of checkpointing.learning_dynamics.probe_windows: that is all the held-out text "
+            "the probe has %s, not the %d of checkpointing.learning_dynamics.probe_windows: that is all the held-out text "
             "(a larger data.dataset.held_out_fraction gives more)",
-            len(batch.input_ids),
+            counted(len(batch.input_ids), "window"),
             dynamics.probe_windows,
         )
     return batch

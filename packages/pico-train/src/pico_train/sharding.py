@@ -70,6 +70,8 @@ def together(model: nn.Module) -> Iterator[None]:
     sharded: Any = model
     if hasattr(model, "unshard"):
         sharded.unshard()
-    yield
-    if hasattr(model, "reshard"):
-        sharded.reshard()
+    try:
+        yield
+    finally:
+        if hasattr(model, "reshard"):
+            sharded.reshard()

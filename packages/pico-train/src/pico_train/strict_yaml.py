@@ -10,7 +10,7 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Self, TypeVar
+from typing import Any, ClassVar, NamedTuple, Self, TypeVar
 
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
@@ -44,6 +44,7 @@ class Section(BaseModel):
     """A mapping of a YAML file: strict types, no unknown keys, unchangeable."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
+    elsewhere: ClassVar[Mapping[str, str]] = {}  # keys that people write here and that belong elsewhere: what to do
 
     def problems(self) -> Iterator[Problem]:
         """What is wrong between values that are each of the right type."""
@@ -154,6 +155,9 @@ def read_overrides(overrides: Iterable[str]) -> Raw:
     raw: Raw = {}
     wrong = []
     for override in overrides:
+        if not isinstance(override, str):
+            wrong.append(f"{shown(override)}: must be text that reads key.sub=value, e.g. training.max_steps=20")
+            continue
         key, equals, text = override.partition("=")
         key = key.strip()
         if not equals or not all(key.split(".")):
@@ -310,6 +314,14 @@ def all_keys(section: type[Section], prefix: str = "") -> list[str]:
     return keys
 
 
+def all_sections(section: type[Section], prefix: str = "") -> list[str]:
+    """The dotted names of all sections below ``section``."""
+    names = []
+    for name, sub in sub_sections(section).items():
+        names += [f"{prefix}{name}", *all_sections(sub, f"{prefix}{name}.")]
+    return names
+
+
 # ---- words
 
 
@@ -349,11 +361,11 @@ def in_words(schema: Mapping[str, Any]) -> str:
 
 
 def suggestion(section: type[Section], unknown: str) -> str:
-    """The valid key that ``unknown`` most likely means; when that is far, also what its section holds."""
+    """The valid key or section that ``unknown`` most likely means; where none is like it, what its section holds."""
     keys = all_keys(section)
     if unknown in keys:
         return f"in a file, write it as sections: {unknown.replace('.', ': {')}: ...{'}' * unknown.count('.')}"
-    word, top = last_part(unknown), unknown.partition(".")[0]
+    word, (top, _, _), (parent, _, _) = last_part(unknown), unknown.partition("."), unknown.rpartition(".")
     initials = "".join(part[0] for part in word.split("_") if part)
 
     def likeness(key: str) -> float:
@@ -362,18 +374,28 @@ def suggestion(section: type[Section], unknown: str) -> str:
             return 1.0
         ends = [name.split("_", n)[-1] for n in range(name.count("_") + 1)]  # attention_n_heads, n_heads, heads
         near = max((0.9 if n else 1.0) * difflib.SequenceMatcher(None, word, end).ratio() for n, end in enumerate(ends))
-        return near + 0.05 * (key.partition(".")[0] == top)
+        return near + 0.05 * (key.partition(".")[0] == top) + 0.05 * (key.rpartition(".")[0] == parent)
 
-    best = max(map(likeness, keys))
-    nearest = [key for key in keys if likeness(key) == best]
+    known = [*(key for key in keys if not idle(section, key)), *all_sections(section)]
+    known += [] if parent else section.elsewhere
+    best = max(map(likeness, known))
+    nearest = [key for key in known if likeness(key) == best]
     nearest.sort(key=lambda key: -difflib.SequenceMatcher(None, unknown, key).ratio())
     if best >= 0.7:
-        return f"did you mean {' or '.join(nearest)}?"
-    owner, path = section, unknown.split(".")[:-1]
-    for part in path:
+        return section.elsewhere.get(nearest[0]) or f"did you mean {' or '.join(nearest[:3])}?"
+    owner = section
+    for part in parent.split(".") if parent else ():
         owner = sub_sections(owner)[part]
-    where = ".".join(path) or "the top level"
-    return f"the nearest is {nearest[0]}; {where} has {', '.join(owner.model_fields)}"
+    return f"{parent or 'the top level'} has {', '.join(owner.model_fields)}"
+
+
+def idle(section: type[Section], key: str) -> bool:
+    """Whether the dotted ``key`` is marked as deprecated: read, and without effect."""
+    name, dot, rest = key.partition(".")
+    if dot:
+        return idle(sub_sections(section)[name], rest)
+    extra = section.model_fields[name].json_schema_extra
+    return isinstance(extra, dict) and bool(extra.get("deprecated"))
 
 
 def last_part(key: str) -> str:

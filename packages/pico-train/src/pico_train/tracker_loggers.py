@@ -128,7 +128,6 @@ def open_trackio(run: TrackedRun, sent: int, step: int) -> Opened:
     """The run of that id in trackio's own folder, which all its projects share: ``TRACKIO_DIR``, else the Hugging Face cache."""
     from trackio.sqlite_storage import SQLiteStorage
 
-    SQLiteStorage.validate_project_name(run.project)
     logger = TrackioLogger(run)
     if logger.uses_database:
         stored = SQLiteStorage.get_max_step_for_run(run.project, run.name, run_id=run.run_id)

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from pico_train.errors import UserError
 from pico_train.metrics_log import last_row, read_rows
+from pico_train.words import counted
 
 if TYPE_CHECKING:
     from pico_train.tracker_loggers import Opener, TrackedRun
@@ -87,7 +88,11 @@ class Trackers:
             if thread.is_alive():
                 n_left = sum(row["step"] > thread.taken for row in read_rows(self._metrics))
                 log.warning(
-                    "%s is not done after %g s, %d rows are left: %s", thread.name, self.close_seconds, n_left, AGAIN
+                    "%s is not done after %g s, %s left: %s",
+                    thread.name,
+                    self.close_seconds,
+                    counted(n_left, "row"),
+                    AGAIN,
                 )
 
 
@@ -136,6 +141,23 @@ def opener_of(name: str) -> "Opener":
             f"or take {name} out of monitoring.trackers"
         ) from error
     return opener
+
+
+def check_trackers(names: Sequence[str], project: str) -> None:
+    """Refuse trackers that cannot work on this machine.
+
+    Raises:
+        UserError: one is not known, its library cannot be imported, or it takes no project of that name.
+    """
+    for name in names:
+        opener_of(name)
+        if name == "trackio":
+            from trackio.sqlite_storage import SQLiteStorage
+
+            try:
+                SQLiteStorage.validate_project_name(project)
+            except ValueError as error:
+                raise UserError(f"monitoring.wandb.project: {project!r} is no project for trackio: {error}") from None
 
 
 def unsent(run_folder: Path, names: Sequence[str], last_step: int) -> list[str]:

@@ -1,4 +1,4 @@
-"""Finding where a run stands, putting a stored state back, and checking a whole trail."""
+"""Finding where a run stands, and putting a stored state back."""
 
 import hashlib
 import json
@@ -9,7 +9,7 @@ from pathlib import Path
 from safetensors.torch import load_file
 
 from pico_train.checkpoint.contents import OPTIMIZER, STATE, WEIGHTS
-from pico_train.checkpoint.folder import RunFolderError, read_identity
+from pico_train.checkpoint.folder import RunFolderError
 from pico_train.checkpoint.format import (
     MANIFEST,
     CheckpointError,
@@ -19,7 +19,6 @@ from pico_train.checkpoint.format import (
     step_folders,
 )
 from pico_train.checkpoint.write import set_aside
-from pico_train.metrics_log import read_rows
 from pico_train.model.huggingface import load_llama_state_dict
 from pico_train.optim import load_state_by_name
 from pico_train.state import TrainState, load_scaler_state
@@ -109,43 +108,3 @@ def check_file(folder: Path, manifest: Manifest, path: str) -> None:
 def parent_hash(folder: Path) -> str:
     """SHA-256 of the manifest at ``folder``: what the next checkpoint stores as its parent."""
     return hashlib.sha256((folder / MANIFEST).read_bytes()).hexdigest()
-
-
-def verify_run(run: Path) -> tuple[int, list[str]]:
-    """Check every file hash, and the lineage, of a run: how many checkpoints there are, and the faults, oldest first.
-
-    The lineage holds when each checkpoint is of this run and names as its parent the manifest of one before it: the one before when it
-    was written, for a run that goes on with another schedule may save between the two. Restart points are checked too, not counted.
-    """
-    run_id = read_identity(run)["run_id"]
-    folders, restart_points = step_folders(run / "checkpoints"), step_folders(run / "restart")
-    faults: list[str] = []
-    hashes: dict[int, str | None] = {}  # of the milestones' manifests so far; None where a fault is told already
-    for step, folder in [*folders.items(), *restart_points.items()]:
-        milestone = folder.parent.name == "checkpoints"
-        try:
-            manifest = read_manifest(folder)
-            for row in manifest.files:
-                check_file(folder, manifest, row.path)
-        except CheckpointError as error:
-            faults.append(str(error))
-            if milestone:
-                hashes[step] = None
-            continue
-        if manifest.step != step:
-            faults.append(f"{folder} holds step {manifest.step}")
-        if manifest.run.id != run_id:
-            faults.append(f"{folder} belongs to another run: {manifest.run.name}, id {manifest.run.id}")
-        parent = manifest.parent
-        if parent is None and any(before < step for before in hashes):
-            faults.append(f"{folder} names no parent, and is not the first")
-        elif parent and hashes.get(parent.step, "missing") not in (None, parent.manifest_sha256):
-            faults.append(f"{folder} does not follow step {parent.step} as it is here")
-        if milestone:
-            hashes[step] = parent_hash(folder)
-    steps = [row["step"] for row in read_rows(run / "metrics.jsonl")]
-    if steps != list(range(len(steps))) or (folders and len(steps) < max(folders)):
-        faults.append(
-            f"{run / 'metrics.jsonl'} has not one row per pass: {len(steps)} rows, the last of step {steps[-1] if steps else 'none'}"
-        )
-    return len(folders), faults

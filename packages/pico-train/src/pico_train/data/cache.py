@@ -30,12 +30,16 @@ from tqdm import tqdm
 from pico_train.config import DataConfig
 from pico_train.data.sources import DataError, Document, Source, open_source
 from pico_train.data.tokenizer import Tokenizer
+from pico_train.words import counted
 
 log = logging.getLogger("pico_train.data")
 
 Split: TypeAlias = Literal["train", "held_out"]
 SPLITS: tuple[Split, ...] = ("train", "held_out")
 
+NOTHING_HELD_OUT = (
+    "data.dataset.held_out_fraction=0 evaluation.metrics=null checkpointing.learning_dynamics.eval_data=null"
+)
 STALE_S = 24 * 3600  # a build that has written nothing for so long is dead, wherever it ran
 CHUNK_BYTES = 1 << 20  # of text, encoded at a time
 CHUNK_TOKENS = 1 << 22  # hashed at a time
@@ -112,12 +116,12 @@ class TokenCache:
         """
         found, needed = getattr(self.ledger, split).tokens, seq_len + 1
         if found < needed:
-            remedy = "use more text or a smaller model.max_seq_len"
+            remedies = ["use more text"] + [f"set model.max_seq_len to at most {found - 1}"] * (found > 1)
             if split == "held_out":
-                remedy += ", raise data.dataset.held_out_fraction, or ask for nothing of the held-out text"
+                remedies += ["raise data.dataset.held_out_fraction", f"ask for nothing held out ({NOTHING_HELD_OUT})"]
             raise DataError(
-                f"{self.path}: the {split} text has {found:,} tokens, one window needs {needed:,} "
-                f"(model.max_seq_len + 1): {remedy}"
+                f"{self.path}: the {split} text has {counted(found, 'token')}, and one window needs {needed:,} "
+                f"(model.max_seq_len + 1): {', or '.join(remedies)}"
             )
         return int((found - 1) // seq_len)
 
@@ -339,9 +343,11 @@ def _splitter(source: Source, held_out_fraction: float) -> Callable[[int], Split
     k = round(1 / held_out_fraction)
     n_first = sum(1 for _ in islice(source.documents(), k))
     if n_first == 1:
+        size_bytes = sum(stamp.size_bytes for stamp in source.signature())
         raise DataError(
-            f"data.dataset: {source.root} is one document, so none can be held out of training: lower "
-            "data.dataset.document_bytes so that it is cut, or set data.dataset.held_out_fraction=0"
+            f"data.dataset: {source.root} is one document of {size_bytes:,} bytes, so none can be held out of "
+            "training: use more text, lower data.dataset.document_bytes so that it is cut (at line ends), or hold nothing out "
+            f"({NOTHING_HELD_OUT})"
         )
     return lambda number: "held_out" if number % k == n_first - 1 else "train"
 

@@ -8,7 +8,8 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -183,18 +184,45 @@ def _files_of(name: str) -> tuple[Path, Path | None]:
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import RemoteEntryNotFoundError
 
+    log.info("fetching the tokenizer %s from the Hub", name)
     try:
-        file = Path(hf_hub_download(name, "tokenizer.json"))
-        try:
-            return file, Path(hf_hub_download(name, "tokenizer_config.json"))
-        except RemoteEntryNotFoundError:
-            return file, None
+        with _silent("huggingface_hub"):
+            file = Path(hf_hub_download(name, "tokenizer.json"))
+            try:
+                return file, Path(hf_hub_download(name, "tokenizer_config.json"))
+            except RemoteEntryNotFoundError:
+                return file, None
     except Exception as error:  # the network, the Hub, its cache or the name: many kinds, one consequence
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
         raise DataError(
             f"data.tokenizer.name: {name!r} is no file or folder here, and as a Hub id it could not be "
-            f"fetched: {reason}. Give the path of a folder or tokenizer.json, or byte-level-bpe to train one"
+            f"fetched: {_reason(error)}. Give the path of a folder or tokenizer.json, or byte-level-bpe to train one"
         ) from None
+
+
+@contextmanager
+def _silent(name: str) -> Iterator[None]:
+    """Keep a library's own logger from telling of each try: what comes of them is told once."""
+    logger = logging.getLogger(name)
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def _reason(error: Exception) -> str:
+    """Why the Hub gave no tokenizer, in one line."""
+    from huggingface_hub import errors
+
+    reasons = {
+        errors.GatedRepoError: "its owner has to grant access first, on its page at the Hub",
+        errors.RepositoryNotFoundError: "the Hub has no such repository, or it is private and no login of `hf auth login` may see it",
+        errors.RemoteEntryNotFoundError: "it has no tokenizer.json, and only fast tokenizers can be used",
+        errors.LocalEntryNotFoundError: "the Hub cannot be reached, and it is not in the cache of earlier downloads",
+    }
+    first_line = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+    return next((reason for kind, reason in reasons.items() if isinstance(error, kind)), first_line)
 
 
 def _read_config(path: Path) -> dict[str, Any]:
