@@ -33,6 +33,15 @@ def test_finished_is_the_look_after_the_last_update(pico: Pico, tiny_yaml: Path,
     assert "  1 of 1  " in listed(pico, tmp_path / "runs")["tiny"]
 
 
+def test_a_run_that_keeps_nothing(pico: Pico, tiny_yaml: Path, tmp_path: Path) -> None:
+    nothing = (
+        "checkpointing.save_every_n_steps=0",
+        "checkpointing.schedule={log2_until: 0, first: false, last: false}",
+    )
+    assert pico("run", tiny_yaml, "training.max_steps=1", *nothing).exit_code == 0
+    assert listed(pico, tmp_path / "runs")["tiny"].endswith("  none")
+
+
 def test_a_copy_of_a_run_is_listed_by_its_folder(pico: Pico, tiny_yaml: Path, tmp_path: Path) -> None:
     assert pico("run", tiny_yaml, "training.max_steps=1").exit_code == 0
     runs = tmp_path / "runs"

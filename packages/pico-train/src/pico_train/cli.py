@@ -149,7 +149,7 @@ def ls(runs_dir: Path) -> None:
             f"{entry.step:,} of {entry.max_steps:,}"
             + (", not finished" if entry.step == entry.max_steps and not entry.finished else ""),
             _number(entry.loss),
-            f"{len(entry.saved_steps)}: {_span(entry.saved_steps)}",
+            f"{len(entry.saved_steps)}: {_span(entry.saved_steps)}" if entry.saved_steps else "none",
         )
         for entry in list_runs(runs_dir)
     ]
