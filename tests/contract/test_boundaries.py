@@ -24,6 +24,8 @@ ORDER = {
         "schedule",
         "model",
         "flops",
+        "kernels",
+        "timing",
         "objectives",
         "compile",
         "optim",
