@@ -25,6 +25,8 @@ ORDER = {
         "schedule",
         "model",
         "flops",
+        "kernels",
+        "timing",
         "objectives",
         "compile",
         "muon",

@@ -328,7 +328,7 @@ def test_sections_cannot_be_changed_or_made_wrong() -> None:
                 "training.optimization.gradient_accumulation_steps=4",
             ],
             "data.dataloader.batch_size: 1000 does not divide into 12 equal parts (3 devices * "
-            "4 accumulation steps); nearest sizes: 996 or 1008",
+            "4 accumulation steps); nearest sizes: 996 or 1008; nearest numbers of devices: 2 or 5",
         ),
         (
             [
@@ -337,7 +337,7 @@ def test_sections_cannot_be_changed_or_made_wrong() -> None:
                 "training.optimization.gradient_accumulation_steps=16",
             ],
             "data.dataloader.batch_size: 32 does not divide into 64 equal parts (4 devices * "
-            "16 accumulation steps); nearest sizes: 64",
+            "16 accumulation steps); nearest sizes: 64; nearest numbers of devices: 2",
         ),
         (
             ["model.vocab_size=2048"],

@@ -115,6 +115,11 @@ def test_the_batch_of_a_step_can_be_read(pico: Pico, tiny_yaml: Path, tmp_path: 
         (["run", "{yaml}", "checkpointing.learning_dynamics.layer_suffixes=[attn.o_projj]"], "attention.o_proj"),
         (["run", "{yaml}", "training.fabric.accelerator=cuda"], "there is: cpu"),
         (["run", "{yaml}", "training.fabric.precision=16-mixed"], "needs a CUDA device"),
+        (["run", "{yaml}", "training.fabric.num_devices=3"], "nearest numbers of devices: 2 or 4"),
+        (
+            ["run", "{yaml}", "training.compile=fast"],
+            'training.compile: "fast" is not allowed; allowed: "auto" or true or false',
+        ),
         (["ls", "nowhere"], "nowhere"),
         (["verify", "{dir}"], "run.json"),
         (["data", "at", "--run", "{dir}", "--step", "1"], "run.json"),

@@ -523,16 +523,24 @@ def test_max_steps_may_not_bend_a_curve_that_was_followed(tiny: Tiny) -> None:
         pico_train.train(tiny("training.max_steps=8"))
 
 
+@pytest.mark.parametrize(
+    ("dropout", "effect"),
+    [
+        (0.0, "agree with those before up to rounding only"),
+        (0.1, "differ from those of the old setting, for each micro-batch draws a dropout of its own"),
+    ],
+)
 def test_what_only_changes_rounding_may_change_with_a_warning(
-    tiny: Tiny, stop_at: Callable[[int | None], None], caplog: pytest.LogCaptureFixture
+    tiny: Tiny, stop_at: Callable[[int | None], None], caplog: pytest.LogCaptureFixture, dropout: float, effect: str
 ) -> None:
+    drops = f"model.dropout={dropout}"
     stop_at(3)
     with pytest.raises(KeyboardInterrupt):
-        pico_train.train(tiny())
+        pico_train.train(tiny(drops))
     stop_at(None)
     with caplog.at_level("WARNING", logger="pico_train"):
-        pico_train.train(tiny("training.optimization.gradient_accumulation_steps=4"))
-    assert "gradient_accumulation_steps: 2 before, 4 now; from here on" in caplog.text
+        pico_train.train(tiny(drops, "training.optimization.gradient_accumulation_steps=4"))
+    assert f"from step 2 on the numbers {effect}: micro_batch_size 4 before, 2 now" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -561,7 +569,7 @@ def test_a_setting_left_open_and_written_out_is_the_same(
         stop_at(step)
         with pytest.raises(KeyboardInterrupt) if step else nullcontext():
             pico_train.train(tiny(*small, f"{key}={value}"))
-    assert "from here on" not in caplog.text
+    assert "on the numbers" not in caplog.text
 
 
 def test_a_precision_that_auto_did_not_come_to_is_refused(tiny: Tiny) -> None:

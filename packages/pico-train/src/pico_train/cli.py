@@ -172,20 +172,33 @@ def verify(run_folder: Path) -> None:
 
 
 @main.command()
+@click.argument("words", nargs=-1, metavar="[CONFIG [KEY.SUB=VALUE]...]")
 @click.option("--compile", "slow", is_flag=True, help="Also try torch.compile and FlexAttention: a minute or two.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object: facts, and a list of paths.")
 @reports_errors
-def doctor(slow: bool) -> None:
-    """Show what this machine has, and compare each optional path with the plain one."""
-    from pico_train.doctor import facts, probes
+def doctor(words: tuple[str, ...], slow: bool, as_json: bool) -> None:
+    """Show what this machine has, and compare each optional path with the plain one, in numbers and in speed.
 
-    for name, value in facts():
-        click.echo(f"{name:<12}{value}")
-    click.echo(f"\n{'path':<28}{'largest error':<15}seconds")
-    for probe in probes(slow=slow):
-        error = "-" if probe.error is None else f"{probe.error:.1e}"
-        click.echo(f"{probe.path:<28}{error:<15}{probe.seconds:<7.1f}{probe.reason}".rstrip())
-        if probe.path == "plain fp32" and probe.error is None:
-            sys.exit(1)
+    With CONFIG also what `auto` and the choice of kernels come to for each of its runs.
+    """
+    runs = _load(words, None).runs if words else ()
+    from pico_train.doctor import PLAIN, facts, probes
+
+    if as_json:
+        found = list(probes(slow=slow))
+        click.echo(json.dumps({"facts": dict(facts(runs)), "paths": [asdict(probe) for probe in found]}, indent=1))
+    else:
+        found = []
+        for name, value in facts(runs):
+            click.echo(f"{name:<12}{value}")
+        click.echo(f"\n{'path':<28}{'beside':<18}{'largest error':<15}time")
+        for probe in probes(slow=slow):
+            found.append(probe)
+            error = "-" if probe.error is None else f"{probe.error:.1e}"
+            ratio = "-" if probe.time is None else f"{probe.time:.2f} x"
+            click.echo(f"{probe.path:<28}{probe.against:<18}{error:<15}{ratio:<9}{probe.reason}".rstrip())
+    if any(probe.path == PLAIN and probe.error is None for probe in found):
+        sys.exit(1)
 
 
 @main.command()

@@ -326,8 +326,10 @@ class TrainingConfig(Section):
         description="keep the input of each block only and compute the rest again in the backward: less memory, a "
         "third more time, the same gradients bit for bit",
     )
-    compile: bool = Field(
-        False, description="torch.compile the training pass; its numbers agree with the plain one up to rounding only"
+    compile: Literal["auto"] | bool = Field(
+        False,
+        description="torch.compile the training pass; its numbers agree with the plain one up to rounding only; "
+        "auto = try it before step 0 and take the faster of the two, or the plain one where it cannot be compiled",
     )
     ignore_memory: bool = Field(False, description="start although the memory may not be enough")
     max_minutes: float | None = Field(
@@ -662,10 +664,13 @@ class RunConfig(Section):
         if batch % parts == 0:
             return None
         sizes = [size for size in (batch // parts * parts, (batch // parts + 1) * parts) if size]
-        return (
+        message = (
             f"does not divide into {parts} equal parts ({counted(n_devices, 'device')} * {counted(accumulation, 'accumulation step')}); "
             f"nearest sizes: {' or '.join(map(str, sizes))}"
         )
+        if n_devices > 1 and batch % accumulation == 0:
+            message += f"; nearest numbers of devices: {nearest(divisors(batch // accumulation), n_devices)}"
+        return message
 
     def _held_out_problems(self) -> Iterator[Problem]:
         if self.data.dataset.held_out_fraction > 0:

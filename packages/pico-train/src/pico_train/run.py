@@ -5,7 +5,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,12 +15,12 @@ import torch
 from pico_train.capture import CaptureRule, modules_to_capture
 from pico_train.checkpoint.contents import probe_hash
 from pico_train.checkpoint.folder import RunFolder, RunFolderError, make_run_folder, open_run_folder, read_identity
-from pico_train.checkpoint.format import CheckpointError, Manifest, read_manifest, step_folders
+from pico_train.checkpoint.format import CheckpointError, MadeBy, Manifest, read_manifest, step_folders
 from pico_train.checkpoint.lock import locked
 from pico_train.checkpoint.resume import load_state, newest_intact
 from pico_train.checkpoint.retention import RestartSchedule, remove_unfinished
 from pico_train.checkpoint.save import Saver, git_commit, versions
-from pico_train.compile import compiled, try_compiled
+from pico_train.compile import Trial, compiled, takes_compiled
 from pico_train.config import RunConfig, load_config, not_built_yet
 from pico_train.data.batches import Batch, Batches, Sample, probe
 from pico_train.data.cache import TokenCache, open_cache
@@ -30,6 +30,7 @@ from pico_train.evaluation import Evaluator
 from pico_train.flops import flops_per_token, peak_flops
 from pico_train.hardware import Hardware, choose_hardware, start_fabric
 from pico_train.heap import give_back_freed_memory, keep_freed_memory
+from pico_train.kernels import Kernels, kernels_of
 from pico_train.launch import place, processes_to_start
 from pico_train.logs import log_to
 from pico_train.loop import Engine, Passes, micro_batches
@@ -37,7 +38,6 @@ from pico_train.loop import train as train_loop
 from pico_train.memory import free_memory, memory, micro_batch_size
 from pico_train.metrics_log import Row, last_row
 from pico_train.model.decoder import PicoDecoder
-from pico_train.model.head import head_chunk
 from pico_train.objectives import next_token
 from pico_train.optim import optimizer_of
 from pico_train.ranks import Ranks, gathered
@@ -51,6 +51,18 @@ from pico_train.trackers import check_trackers, unsent
 from pico_train.words import counted
 
 log = logging.getLogger(__name__)
+
+COMPUTED_BY = {  # what the manifest says of how passes are computed
+    "device",
+    "precision",
+    "n_threads",
+    "world_size",
+    "strategy",
+    "micro_batch_size",
+    "attention_kernel",
+    "head_tokens",
+    "compiled",
+}
 
 
 @dataclass(frozen=True)
@@ -204,24 +216,29 @@ def _train(
     batches = _batches(config, cache)
     rule = _capture_rule(config, state.model)
     probe_batch = _probe(config, cache) if rule else None
-    _go_on(folder, config, cache, state, ranks)
+    before = _go_on(folder, config, cache, state, ranks)
+    if config.training.compile != "auto":
+        state.compiled = None  # a choice of ours that the configuration has taken back
 
     state.micro_batch_size = fitting(state.micro_batch_size)
     if config.training.optimization.gradient_accumulation_steps == "auto":
         n_parts = batches.batch_size // (ranks.size * state.micro_batch_size)
         log.info("gradient_accumulation_steps: auto is %d, by the memory that is free", n_parts)
-    passes = _passes(config, hardware, state.micro_batch_size, rule, probe_batch)
+    n_tokens = state.micro_batch_size * batches.seq_len
+    kernels = kernels_of(config.model, hardware.precision, engine.fabric.device, n_tokens)
     batch_tokens = batches.batch_size * batches.seq_len
     log.info(
         f"{folder.name}: {config.model.n_parameters:,} parameters; "
         f"{counted(batches.batch_size, 'sequence')} x {counted(batches.seq_len, 'token')} = "
-        f"{batch_tokens:,} tokens a step, {counted(passes.micro_batch_size, 'sequence')} at a time; "
-        f"{counted(max_steps, 'step')} = {max_steps * batch_tokens:,} tokens, from step {state.step:,}; {hardware}; "
-        f"the head takes {head_chunk(config.model.vocab_size, engine.fabric.device.type):,} tokens at a time"
+        f"{batch_tokens:,} tokens a step, {counted(state.micro_batch_size, 'sequence')} at a time; "
+        f"{counted(max_steps, 'step')} = {max_steps * batch_tokens:,} tokens, from step {state.step:,}; {hardware}; {kernels}"
     )
     if config.training.compile:
-        part = micro_batches(batches.at(state.step), passes.micro_batch_size, ranks)[0].to(engine.fabric.device)
-        try_compiled(engine.fabric, engine.forward, state.model, next_token, part, state.step)
+        part = micro_batches(batches.at(state.step), state.micro_batch_size, ranks)[0].to(engine.fabric.device)
+        kernels = replace(kernels, compiled=_takes_compiled(config, hardware, state, engine, part))
+        if not kernels.compiled:
+            engine = replace(engine, forward=engine.fabric.setup_module(state.model))
+    passes = _passes(config, hardware, state.micro_batch_size, kernels, rule, probe_batch)
     _warn_of_the_schedule(config, passes, batches)
     restart = config.checkpointing.restart
     restart_schedule = RestartSchedule(
@@ -239,6 +256,7 @@ def _train(
             ranks=ranks,
             cache=cache,
             hardware=hardware,
+            kernels=kernels,
             rule=rule,
             probe_hash=probe_hash(probe_batch.input_ids) if probe_batch else None,
             command=command,
@@ -248,6 +266,8 @@ def _train(
             restart_schedule=restart_schedule,
             before_publishing=record.sync,
         )
+        if before:
+            _tell_what_changed(before, saver.made_by(state), state.step, dropout=config.model.dropout)
         device, autocast = engine.fabric.device, engine.fabric.autocast
 
         def logged(row: Row) -> None:
@@ -341,10 +361,36 @@ def _built(config: RunConfig, hardware: Hardware, ranks: Ranks) -> tuple[TrainSt
     return state, Engine(fabric, forward, fabric_optimizer, next_token, ranks)
 
 
-def _go_on(folder: RunFolder, config: RunConfig, cache: TokenCache, state: TrainState, ranks: Ranks) -> None:
-    """Put the newest checkpoint of the run, if there is one, into ``state``, and remove what a kill has left unfinished."""
+def _takes_compiled(config: RunConfig, hardware: Hardware, state: TrainState, engine: Engine, part: Batch) -> bool:
+    """Whether the passes go through the compiled model; under auto ``state`` keeps what was chosen."""
+    asked = config.training.compile
+    assert asked is not False, "else there is nothing to try"
+    trial = Trial(engine.fabric, engine.forward, state.model, next_token, part, state.step, state.scaler)
+    taken = takes_compiled(trial, asked, state.compiled, hardware.precision, engine.ranks)
+    if asked == "auto":
+        state.compiled = taken
+    return taken
 
-    def newest() -> Path | None:
+
+def _tell_what_changed(before: MadeBy, now: MadeBy, step: int, *, dropout: float) -> None:
+    """Warn where the passes from here on are computed in another way than those before; of old checkpoints not all is known."""
+    was, is_now = before.model_dump(include=COMPUTED_BY), now.model_dump(include=COMPUTED_BY)
+    changed = {key: f"{key} {was[key]} before, {is_now[key]} now" for key in was if was[key] not in (None, is_now[key])}
+    if changed:
+        effect = "agree with those before up to rounding only"
+        if dropout > 0 and "micro_batch_size" in changed:
+            effect = "differ from those of the old setting, for each micro-batch draws a dropout of its own"
+        log.warning("from step %d on the numbers %s: %s", step, effect, "; ".join(changed.values()))
+
+
+def _go_on(folder: RunFolder, config: RunConfig, cache: TokenCache, state: TrainState, ranks: Ranks) -> MadeBy | None:
+    """Put the newest checkpoint of the run, if there is one, into ``state``, and remove what a kill has left unfinished.
+
+    Returns:
+        How that checkpoint was made.
+    """
+
+    def newest() -> tuple[Path, MadeBy] | None:
         parents = (folder.checkpoints, folder.restart)
         if not config.checkpointing.training.auto_resume and any(folder.checkpoints.glob("step_*")):
             raise RunFolderError(
@@ -359,11 +405,13 @@ def _go_on(folder: RunFolder, config: RunConfig, cache: TokenCache, state: Train
         last, _ = last_row(folder.metrics)
         if not found and last and last["step"] > 0:
             log.warning("%s has passes up to %d and no checkpoint: it starts again", folder.path, last["step"])
-        return found[0] if found else None
+        return (found[0], found[1].made_by) if found else None
 
-    checkpoint = ranks.decided(newest)
-    if checkpoint:
-        load_state(checkpoint, state)
+    found = ranks.decided(newest)
+    if found is None:
+        return None
+    load_state(found[0], state)
+    return found[1]
 
 
 def _probe(config: RunConfig, cache: TokenCache) -> Batch | None:
@@ -383,7 +431,12 @@ def _probe(config: RunConfig, cache: TokenCache) -> Batch | None:
 
 
 def _passes(
-    config: RunConfig, hardware: Hardware, micro_batch_size: int, rule: CaptureRule | None, probe_batch: Batch | None
+    config: RunConfig,
+    hardware: Hardware,
+    micro_batch_size: int,
+    kernels: Kernels,
+    rule: CaptureRule | None,
+    probe_batch: Batch | None,
 ) -> Passes:
     """How the passes of a run are made."""
     training, optimization = config.training, config.training.optimization
@@ -405,7 +458,7 @@ def _passes(
         probe_batch_size=config.checkpointing.learning_dynamics.batch_size,
         norms_by_layer=config.monitoring.gradient_norms == "layers",
         noise_scale=config.monitoring.gradient_noise_scale,
-        compiled=training.compile,
+        compiled=kernels.compiled,
         flops_per_token=flops_per_token(config.model),
         peak_flops=peak and peak * hardware.world_size,
     )

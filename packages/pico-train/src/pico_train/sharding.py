@@ -17,11 +17,14 @@ def shard(module: nn.Module, mesh: "DeviceMesh") -> nn.Module:
     """Cut the parameters of a model (on the meta device) over the ranks, block by block, and the rest as one; values are to come.
 
     Blocks are put together for their own forward and backward only. The rest stays together from the forward to the end of the
-    backward, for it is used at both ends of the model. ``module`` is the model, or calls it as its ``model``.
+    backward, for it is used at both ends of the model. ``module`` is the model, or calls it as its ``model``; one that is cut stays
+    as it is.
     """
     from torch.distributed.fsdp import fully_shard
 
     model: Any = getattr(module, "model", module)
+    if is_sharded(next(model.parameters())):  # for a compiled forward that was given up
+        return module
     ranks = mesh["data_parallel"]
     for block in model.layers:
         fully_shard(block, mesh=ranks)

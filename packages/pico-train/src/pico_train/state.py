@@ -12,7 +12,8 @@ from pico_train.model.decoder import PicoDecoder
 @dataclass
 class TrainState:
     """Changed in place by the loop. ``model`` is the plain module; ``scaler`` exists under fp16 only.
-    ``micro_batch_size`` is that of the passes so far: the configuration may leave it to the free memory.
+    ``micro_batch_size`` is that of the passes so far: the configuration may leave it to the free memory. ``compiled`` is what
+    ``training.compile: auto`` has come to, None where the configuration says it.
 
     No random state: the randomness of a pass is a function of the dropout seed, the step and the micro-batch.
     """
@@ -23,6 +24,7 @@ class TrainState:
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler | None
     micro_batch_size: int | None = None
+    compiled: bool | None = None
 
 
 def scaler_state(scaler: torch.amp.GradScaler | None) -> dict[str, Any] | None:

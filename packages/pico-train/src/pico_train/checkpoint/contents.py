@@ -105,6 +105,7 @@ def documents(state: TrainState, *, tokens: int, tokenizer: Tokenizer) -> dict[s
             "skipped_updates": state.skipped_updates,
             "gradient_scaler": scaler_state(state.scaler),
             "micro_batch_size": state.micro_batch_size,
+            "compiled": state.compiled,
         },
     }
     return tokenizer.files() | {path: (json.dumps(value, indent=1) + "\n").encode() for path, value in content.items()}

@@ -1,7 +1,6 @@
 """The run folder: whose it is, and whether what is asked for now is what it was made for."""
 
 import json
-import logging
 import secrets
 from contextlib import suppress
 from dataclasses import dataclass
@@ -15,8 +14,6 @@ from pico_train.errors import UserError
 from pico_train.launch import place
 from pico_train.metrics_log import last_row
 from pico_train.schedule import schedule_of
-
-log = logging.getLogger(__name__)
 
 RUN_FORMAT = "pico-run"
 PRECISION = "training.fabric.precision"
@@ -115,14 +112,16 @@ def _started(path: Path) -> bool:
 
 
 def _check_changes(path: Path, old: RunConfig, new: RunConfig) -> None:
-    """Refuse what may not change when a run goes on, warn of what changes its rounding.
+    """Refuse what may not change when a run goes on.
 
-    A setting that was left open and is now written out, or the reverse, counts by what it comes to.
+    A precision that was left open and is now written out, or the reverse, counts by what it comes to.
     """
     changed = differences(old.model_dump(mode="json"), new.model_dump(mode="json"))
-    same = _come_to_the_same(path, new) if changed else set()
-    if "auto" in (old.training.fabric.precision, new.training.fabric.precision) and PRECISION in same:
-        changed.pop(PRECISION, None)
+    if PRECISION in changed and "auto" in (old.training.fabric.precision, new.training.fabric.precision):
+        from pico_train.hardware import choose_hardware  # imports torch, and listing runs does without
+
+        if choose_hardware(new.training.fabric, place()).precision == _precision_so_far(path):
+            del changed[PRECISION]
     refused = [line for key, line in changed.items() if key not in MAY_CHANGE]
     if old.training.max_steps != new.training.max_steps:
         before, after = schedule_of(old.training), schedule_of(new.training)
@@ -144,46 +143,15 @@ def _check_changes(path: Path, old: RunConfig, new: RunConfig) -> None:
             "Set these keys back to go on with that run, or give this one a name of its own "
             "(checkpointing.run_name; for a suite the key `name`)"
         )
-    for key in sorted(changed.keys() - same - {"training.max_steps"}):
-        parts = key.endswith(("num_nodes", "num_devices", "gradient_accumulation_steps"))
-        effect = "agree with the old setting up to rounding only"
-        if parts and new.model.dropout > 0:
-            effect = "differ from those of the old setting: another number of micro-batches draws another dropout"
-        log.warning("%s; from here on the numbers of the run %s", changed[key], effect)
 
 
-def _come_to_the_same(path: Path, new: RunConfig) -> set[str]:
-    """The keys that come to the same on this machine, under the settings ``new``, as when the newest checkpoint was made.
-
-    Where there is no checkpoint the run starts again, so that nothing goes on under other settings.
-    """
-    from pico_train.hardware import choose_hardware  # imports torch, and listing runs does without
-
+def _precision_so_far(path: Path) -> str | None:
+    """With which the newest checkpoint was made; None where there is none."""
     folders = [*step_folders(path / "checkpoints").items(), *step_folders(path / "restart").items()]
     for _, folder in sorted(folders, reverse=True):
-        with suppress(CheckpointError, FileNotFoundError):
-            made = read_manifest(folder).made_by
-            state = json.loads((folder / "training_state" / "state.json").read_text(encoding="utf-8"))
-            break
-    else:
-        return set(MAY_CHANGE)
-    hardware = choose_hardware(new.training.fabric, place())
-    steps, batch_size = new.training.optimization.gradient_accumulation_steps, new.data.dataloader.batch_size
-    before = state.get("micro_batch_size")  # what auto goes on with
-    facts = {
-        PRECISION: (made.precision, hardware.precision),
-        "training.fabric.num_threads": (made.n_threads, hardware.n_threads),
-        "training.fabric.accelerator": (made.device, hardware.device_name),
-        "training.fabric.strategy": (made.strategy, hardware.strategy),
-        "training.fabric.num_devices": (made.world_size, hardware.world_size),
-        "training.fabric.num_nodes": (made.world_size, hardware.world_size),
-        "training.optimization.gradient_accumulation_steps": (
-            before,
-            before if steps == "auto" else batch_size // (hardware.world_size * steps),
-        ),
-    }
-    same = {key for key, (was, now) in facts.items() if was == now}
-    return same | {"training.activation_checkpointing"}  # the same gradients bit for bit
+        with suppress(CheckpointError):
+            return read_manifest(folder).made_by.precision
+    return None
 
 
 def read_identity(path: Path) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from pico_train.errors import PicoError
 
 FORMAT = "pico-checkpoint"
-FORMAT_VERSION = "1.1"
+FORMAT_VERSION = "1.2"
 MANIFEST = "manifest.json"
 STEP_FOLDER = re.compile(r"step_(0|[1-9][0-9]*)")
 
@@ -52,6 +52,10 @@ class MadeBy(_Model):
     n_threads: int
     world_size: int = 1
     strategy: str = "single_device"
+    micro_batch_size: int | None = None
+    attention_kernel: str | None = None
+    head_tokens: int | None = None
+    compiled: bool | None = None
     created_at: str
 
 

@@ -79,7 +79,8 @@ def load_state(folder: Path, state: TrainState) -> None:
     load_state_by_name(state.model, state.optimizer, load_file(folder / OPTIMIZER))
     counters = json.loads((folder / STATE).read_text(encoding="utf-8"))
     state.step, state.skipped_updates = counters["step"], counters["skipped_updates"]
-    state.micro_batch_size = counters.get("micro_batch_size")  # absent from what earlier versions wrote
+    state.micro_batch_size = counters.get("micro_batch_size")  # absent from what earlier versions wrote, as is the next
+    state.compiled = counters.get("compiled")
     if state.scaler and counters["gradient_scaler"]:
         load_scaler_state(state.scaler, counters["gradient_scaler"])
 

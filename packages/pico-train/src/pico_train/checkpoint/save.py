@@ -31,6 +31,7 @@ from pico_train.config import RunConfig, config_hash
 from pico_train.data.cache import TokenCache
 from pico_train.data.order import ORDER_VERSION
 from pico_train.hardware import Hardware
+from pico_train.kernels import Kernels
 from pico_train.ranks import Ranks
 from pico_train.sharding import is_finite
 from pico_train.state import TrainState
@@ -58,6 +59,7 @@ class Saver:
     ranks: Ranks
     cache: TokenCache
     hardware: Hardware
+    kernels: Kernels
     rule: CaptureRule | None
     probe_hash: str | None
     command: tuple[str, ...]
@@ -125,6 +127,24 @@ class Saver:
         if folder.parent == self.folder.restart:
             prune(self.folder.restart, self.config.checkpointing.restart.keep)
 
+    def made_by(self, state: TrainState) -> MadeBy:
+        """The circumstances in which ``state`` is trained now."""
+        return MadeBy(
+            command=list(self.command),
+            versions=self.versions,
+            git_commit=self.git_commit,
+            device=self.hardware.device_name,
+            precision=self.hardware.precision,
+            n_threads=self.hardware.n_threads,
+            world_size=self.hardware.world_size,
+            strategy=self.hardware.strategy,
+            micro_batch_size=state.micro_batch_size,
+            attention_kernel=self.kernels.attention,
+            head_tokens=self.kernels.head_tokens,
+            compiled=self.kernels.compiled,
+            created_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        )
+
     def _manifest(self, state: TrainState, captured: Mapping[Split, Captured]) -> Manifest:
         """All that is known before the writing: the rest is the parent, and the rows of tensors and files."""
         config = self.config
@@ -135,17 +155,7 @@ class Saver:
                 suite=self.folder.suite,
                 config_hash=config_hash(config),
             ),
-            made_by=MadeBy(
-                command=list(self.command),
-                versions=self.versions,
-                git_commit=self.git_commit,
-                device=self.hardware.device_name,
-                precision=self.hardware.precision,
-                n_threads=self.hardware.n_threads,
-                world_size=self.hardware.world_size,
-                strategy=self.hardware.strategy,
-                created_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            ),
+            made_by=self.made_by(state),
             step=state.step,
             tokens=state.step * config.data.dataloader.batch_size * config.model.max_seq_len,
             skipped_updates=state.skipped_updates,
