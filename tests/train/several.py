@@ -21,7 +21,7 @@ from kills import MAX_STEPS, History
 from safetensors.torch import load_file
 
 from pico_train.checkpoint.format import step_folders
-from pico_train.checkpoint.resume import verify_run
+from pico_train.checkpoint.verify import verify_run
 from pico_train.metrics_log import read_rows
 
 ACCUMULATION = "training.optimization.gradient_accumulation_steps"
