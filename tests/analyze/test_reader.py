@@ -162,7 +162,7 @@ def test_a_folder_that_is_no_run(tmp_path):
 def test_a_newer_major_version_is_refused(run_folder):
     content = json.loads((run_folder / "run.json").read_text())
     (run_folder / "run.json").write_text(json.dumps(content | {"format_version": "2.0"}))
-    with pytest.raises(CheckpointError, match=r"format version '2\.0'; this version reads up to 1\.1"):
+    with pytest.raises(CheckpointError, match=r"format version '2\.0'; this version reads up to 1\.2"):
         open_run(run_folder)
 
 
