@@ -47,6 +47,7 @@ ORDER = {
         "cli",
     ],
     "pico_analyze": [
+        "progress",
         "strict_yaml",
         "config",
         "device",
