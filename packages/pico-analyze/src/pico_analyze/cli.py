@@ -47,9 +47,9 @@ def reports_errors(command: Command) -> Command:
             if debug:
                 traceback.print_exc()
             # Our own ValueErrors are about what the user wrote or pointed at; anything else is a failure.
-            if isinstance(error, ValueError) and type(error).__module__.startswith("pico_analyze."):
+            if type(error).__module__.startswith("pico_analyze."):
                 click.echo(f"error: {error}", err=True)
-                sys.exit(2)
+                sys.exit(2 if isinstance(error, ValueError) else 1)
             if isinstance(error, OSError) and error.filename:
                 click.echo(f"error: {error.filename}: {error.strerror}", err=True)
             else:
