@@ -46,7 +46,7 @@ def demo(session: nox.Session) -> None:
         "2",
     )
     results = out / "analysis_results" / "demo"
-    session.run("pico-analyze", "plot", str(results), "--jobs", "2")
+    session.run("pico-analyze", "plot", str(results))
     session.log(f"the table:    {results}/results.csv (and .parquet)")
     session.log(f"the pictures: {results}/plots, overview.png first")
     session.log(f"the trail:    {out / 'runs'}")

@@ -13,6 +13,7 @@ from pico_analyze.config import (
     load_config,
     not_built_yet,
 )
+from pico_analyze.metrics import METRICS
 
 ROOT = Path(__file__).parents[2]
 PUBLISHED = ROOT / "tests" / "fixtures" / "published" / "analysis"
@@ -187,10 +188,40 @@ def test_wrong_overrides_are_all_named(problems):
     ]
 
 
-def test_an_override_is_checked_like_the_file(problems):
+def test_an_override_is_checked_like_the_file_and_named(problems):
     assert problems(GOOD, "metrics.0.norm_typ=inf", "step=all") == [
-        "metrics.0.norm_typ: unknown key; did you mean metrics.0.norm_type?",
-        "step: unknown key; did you mean steps?",
+        "metrics.0.norm_typ=inf: unknown key; did you mean metrics.0.norm_type?",
+        "step=all: unknown key; did you mean steps?",
+    ]
+    assert problems(GOOD, "metrics.0.norm_type=nuclear", "metrics.0.norm_type=inff") == [
+        'metrics.0.norm_type=inff: "inff" is not allowed; allowed: one of "frobenius", "nuclear", "spectral", "inf", '
+        '"inf_operator", or null'
+    ]
+    assert problems(GOOD, "steps={start: 5, end: 1, step: 1}") == [
+        "steps={start: 5, end: 1, step: 1}: steps.end: 1 must be at least start 5"
+    ]
+
+
+def test_who_is_at_fault_file_or_command_line(load):
+    for text, overrides, source in (
+        (GOOD, ["steps=none"], "command line"),
+        ("step: all\n" + GOOD, ["steps=none"], "analysis.yaml, with steps=none"),
+        ("step: all\n" + GOOD, [], "analysis.yaml"),
+        (GOOD, ["metrics.0.metric_name=gini"], "analysis.yaml, with metrics.0.metric_name=gini"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            load(text, *overrides)
+        assert caught.value.source.endswith(source)
+
+
+PARAMETERS = {key for metric in METRICS.values() for key in metric.parameters}
+
+
+@pytest.mark.parametrize("key", sorted(PARAMETERS - set(MetricEntry.model_fields)))
+def test_a_parameter_one_level_too_high(problems, key):
+    assert problems(GOOD, f"metrics.0.{key}=1") == [
+        f"metrics.0.{key}=1: unknown key; a parameter of the metric that has no key of its own stands under options, "
+        f"as in options: {{{key}: ...}}"
     ]
 
 
@@ -285,7 +316,7 @@ def test_an_entry_that_does_not_fit_together(problems, change, problem):
 def test_roles_have_no_published_file(problems):
     text = GOOD.replace("layer_suffixes: swiglu.w_2", "role: down")
     (line,) = problems(text, "write_json=pico_v0")
-    assert line.startswith('write_json: "pico_v0" names modules: give layer_suffixes, not role down')
+    assert line.startswith('write_json=pico_v0: "pico_v0" names modules: give layer_suffixes, not role down')
 
 
 def test_several_things_wrong_are_all_named_once(problems):
@@ -311,7 +342,7 @@ monitoring: {save_to_wandb: true, wandb: {entity: 3}}
         "metrics.1.target_checkpoint",
         "metrics.1.components",
         "monitoring.wandb.entity",
-        "monitoring.output_dir",
+        "monitoring.output_dir=",
         "steps",
         "analysis_nam",
     ]

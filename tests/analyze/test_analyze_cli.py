@@ -486,7 +486,12 @@ def test_a_closed_pipe_is_no_error():
 
 def test_plot(run_folder, analysis):
     call("run", analysis(GINI, CKA))
-    output = call("plot", "analysis_results/mine", "--format", "png", "--metric", "gini", "--x", "tokens").stdout
+    result = call("plot", "analysis_results/mine", "--format", "png", "--metric", "gini", "--x", "tokens")
+    output = result.stdout
+    lines = result.stderr.splitlines()  # not a terminal: plain lines
+    n_figures = int(lines[-1].split()[0])
+    assert re.fullmatch(f"{n_figures} of {n_figures} figures: gini_.*/loss", lines[-1])
+    assert len(lines) == -(-n_figures // 20)
     folder = Path("analysis_results/mine/plots")
     pictures = [path for path in folder.rglob("*") if path.is_file()]
     assert output == f"{len(pictures)} files in {folder}, overview.png first\n"

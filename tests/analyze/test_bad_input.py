@@ -109,6 +109,23 @@ def test_a_checkpoint_that_vanishes_meanwhile(make_run):
     assert frame[frame["step"] != 2]["value"].notna().all()
 
 
+def test_one_warning_for_each_damaged_file(make_run, caplog):
+    folder = make_run(steps=(0, 1, 2))
+    for step, file in ((1, "model.safetensors"), (2, "learning_dynamics/val_activations.safetensors")):
+        path = folder / f"checkpoints/step_{step}/{file}"
+        path.write_bytes(b"x" * path.stat().st_size)
+    components = [part | {"data_type": "weights"} for part in (SIMPLE, OV)]
+    metrics = [{"metric_name": "gini", "components": components}, of_activations("cka") | {"target_checkpoint": 0}]
+    frame = measured(folder, metrics)
+    weights, activations = caplog.messages
+    assert "step_1/model.safetensors: 6 tensors (run demo, step 1): cannot be read: " in weights
+    assert (
+        "step_2/learning_dynamics/val_activations.safetensors: 4 tensors (run demo, step 2): cannot be read: "
+        in activations
+    )
+    assert frame[frame["status"] == "missing"]["reason"].nunique() == 2
+
+
 def test_runs_of_different_shapes(make_run, make_shape):
     """Widths, heads, groups and depths may differ between the runs of an analysis."""
     folders = [

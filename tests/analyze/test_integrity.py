@@ -1,11 +1,13 @@
 """Checkpoints that are not what they claim to be, found by ``verify`` and marked by an analysis."""
 
 import doctest
+import hashlib
 import json
 import shutil
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from click.testing import CliRunner
 
@@ -174,6 +176,51 @@ def test_weights_that_belong_to_another_step(learning):
     again = analyze(run, raw, previous=analyze(run, raw))
     assert again.attrs["computed"] == 0
     assert again.equals(analyze(run, raw))
+
+
+def test_what_was_stored_with_the_weights_and_says_another_step(learning):
+    """Late neighbours are too much alike for a distance; what came with them counts and hashes."""
+
+    def with_count(step, tensors):
+        tensors["optimizer", "step", "layers.0.swiglu.w_2"] = torch.tensor(8.0 if step == 16 else float(step))
+
+    run = learning(with_count)
+    state = run / "checkpoints/step_8/training_state/state.json"
+    state.write_text('{"step": 4}')
+    hashes = {}
+    for step in (2, 4):
+        rows = json.loads((run / f"checkpoints/step_{step}/manifest.json").read_text())["tensors"]
+        weights = "\n".join(row["sha256"] for row in rows if row["kind"] == "weights")
+        hashes[step] = hashlib.sha256(weights.encode()).hexdigest()
+        (run / f"evaluations/step_{step}").mkdir(parents=True)
+    for step, other in ((2, 2), (4, 2)):
+        evaluation = {"step": step, "weights_sha256": hashes[other]}
+        (run / f"evaluations/step_{step}/held_out.json").write_text(json.dumps(evaluation))
+    assert verify(run, code=1) == [
+        f"{run}/evaluations/step_4/held_out.json: has another weights_sha256 than step 4: it belongs to other weights",
+        f"{state}: has another step than step 8: it belongs to other weights",
+        f"{run}/checkpoints/step_16/training_state/optimizer.safetensors: the optimizer counts 8 updates where "
+        "manifest.json says 16: it belongs to another step",
+        "run demo: 6 checkpoints, 3 faults",
+    ]
+
+
+def test_exchanged_folders(learning):
+    """The step is in the sealed manifest, and the hash of the manifest in the next one."""
+    run = learning()
+    first, second, aside = (run / "checkpoints" / name for name in ("step_8", "step_16", "aside"))
+    first.rename(aside)
+    second.rename(first)
+    aside.rename(second)
+    lines = verify(run, code=1)
+    assert [line.rpartition("/")[2] for line in lines[:-1]] == [
+        "step_8 holds step 16, by its manifest",
+        "step_16 holds step 8, by its manifest",
+    ]
+    for folder, step in ((first, 8), (second, 16)):
+        path = folder / "manifest.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"step": step}))
+    assert all("does not have the SHA-256 that it states of itself" in line for line in verify(run, code=1)[:-1])
 
 
 def test_mislabelled(learning):

@@ -20,6 +20,7 @@ from matplotlib.image import AxesImage
 from matplotlib.text import Text
 
 from pico_analyze import results
+from pico_analyze.metrics import METRICS
 from pico_analyze.plots import PlotError, axes, draw, quantities, style, views
 
 SIZES = {"zz-small": 190_000, "mm-medium": 508_000, "aa-large": 1_530_000}  # not in the order of the names
@@ -287,6 +288,8 @@ def test_runs_that_differ_only_in_seeds_are_replicates(paper):
     assert len(lines) == 4
     assert colours[0] == colours[1] == colours[2] != colours[3]
     assert lines[0].get_linewidth() < lines[3].get_linewidth()
+    words = note(views.trajectory(quantity, series, "step", symlog=False))
+    assert words == "Line: median over layers, for each run. Bands: middle 50 % and 80 %, of all runs."
 
 
 @pytest.mark.parametrize(
@@ -378,10 +381,30 @@ def test_heads_are_pooled_in_bands_and_summarised_by_their_median_in_panels(pape
     assert quantity.label == "mine of swiglu.w_2 weights, per head"
     figure = views.trajectory(quantity, series, "step", symlog=False)
     assert connected(figure)[0].get_ydata() == [np.median([*values, *(v + 100 for v in values)])]
-    assert "median over layers and heads" in note(figure)
+    assert note(figure) == "Line: median over layers and heads. Bands: middle 50 % and 80 %."
     panels = views.layers(quantity, series, "step")
     assert [connected(panels, place)[0].get_ydata()[0] for place in (0, 1)] == [5.5, 105.5]
     assert panels.get_supylabel().replace("\n", " ") == "mine of swiglu.w_2 weights, median over heads"
+
+
+def test_pairs_of_heads_are_named(paper):
+    rows = [row(layer=1, head=h, reference_layer=0, reference_head=g, **SIGNED) for h in (0, 1) for g in (0, 1)]
+    quantity, series = only(rows)
+    assert quantity.label == "composition score above chance of Q-composition weights, per pair of heads"
+    assert views.heat_map(quantity, series, "step").get_suptitle().endswith("median over pairs of heads")
+    figure = views.trajectory(quantity, series, "step", symlog=False)
+    assert note(figure).startswith("Line: median over layers and pairs of heads.")
+
+
+def test_the_overview_says_what_its_lines_are_over(paper):
+    heads = [row(layer=layer, head=head, metric="mine") for layer in (0, 1) for head in (0, 1)]
+    for rows, words in (
+        (heads, "Line: median over layers and heads."),
+        ([*heads, *metric_rows()], "Line: median over layers; of values per head over heads too."),
+        (metric_rows(), "Line: median over layers."),
+    ):
+        figure = views.overview(*prepared(rows), "step")
+        assert note(figure) == f"{words} Bands: middle 50 % and 80 %."
 
 
 def test_a_panel_for_each_layer_also_when_sizes_differ_in_depth(paper):
@@ -408,7 +431,7 @@ def test_heat_map_holds_the_values_on_one_scale(paper):
         expected = table[table["run"] == run].pivot(index="layer", columns="step", values="value")
         np.testing.assert_allclose(np.ma.filled(image.get_array(), np.nan), expected.to_numpy(dtype=float))
     assert panels[0].lines[0].get_xydata().tolist() == [[2, 1]]
-    assert figure.axes[-1].get_ylabel().replace("\n", " ") == "Gini coefficient of swiglu.w_2 weights"
+    assert figure.get_suptitle() == "Gini coefficient of swiglu.w_2 weights"
     assert "Grey: no value." in note(figure)
     assert "Ring: flagged." in note(figure)
 
@@ -418,6 +441,55 @@ def test_colours_span_the_values_but_not_rounding_errors(paper, values, scale):
     quantity, series = only([row(step=step, value=value) for step, value in enumerate(values)])
     norm = views.heat_map(quantity, series, "step").axes[0].get_images()[0].norm
     assert (norm.vmin, norm.vmax) == pytest.approx(scale)
+
+
+def test_heat_map_has_the_layers_that_were_measured(paper):
+    quantity, series = only([row(layer=layer, value=layer / 10) for layer in (2, 5)])
+    (panel, _) = views.heat_map(quantity, series, "step").axes
+    assert panel.get_images()[0].get_array().tolist() == [[0.2], [0.5]]
+    assert [text.get_text() for text in panel.get_yticklabels()] == ["2", "5"]
+
+
+SIGNED = {"metric": "composition_score", "parameters": '{"baseline": "random"}', "component": "q_composition"}
+UNSIGNED = SIGNED | {"parameters": '{"baseline": "none"}'}
+
+
+@pytest.mark.parametrize(
+    ("fields", "values", "limits"),
+    [
+        ({"metric": "kurtosis"}, (-0.5, 2.0), (-2.0, 2.0)),
+        ({"metric": "kurtosis"}, (0.01, 3.0), (-3.0, 3.0)),
+        (SIGNED, (0.1, 0.2), (-0.2, 0.2)),
+        (UNSIGNED, (0.1, 0.2), None),
+        ({"metric": "cka"}, (-0.01, 0.9), None),
+        ({"metric": "mine"}, (-0.5, 0.1), (-0.5, 0.5)),
+        ({"metric": "mine"}, (0.5, 0.1), None),
+        ({"metric": "rsa"}, (0.0, 0.0), (-1.0, 1.0)),
+    ],
+)
+def test_colours_are_centred_on_zero_where_signs_have_a_meaning(paper, fields, values, limits):
+    quantity, series = only([row(step=step, value=value, **fields) for step, value in enumerate(values)])
+    image = views.heat_map(quantity, series, "step").axes[0].get_images()[0]
+    if limits is None:
+        assert image.get_cmap().name == "viridis"
+        assert (image.norm.vmin, image.norm.vmax) == (min(values), max(values))
+    else:
+        assert image.get_cmap().name == "RdBu_r"
+        assert (image.norm.vmin, image.norm.vmax) == limits
+        np.testing.assert_allclose(image.get_cmap()(image.norm(0.0)), (1, 1, 1, 1), atol=0.05)
+
+
+def test_what_can_be_negative_is_signed():
+    declared = {name for name, metric in METRICS.items() if metric.range.startswith("[-")}
+    assert declared - {"cka"} == {name for name, look in quantities.METRICS.items() if look.signed is True}
+    assert METRICS["composition_score"].range == "[0, 1]; random: [-1, 1]"
+
+
+def test_a_line_at_zero_where_it_is_within_the_axis(paper):
+    for values, seen in (((-1.0, 2.0), True), ((1.0, 2.0), False)):
+        quantity, series = only([row(step=step, metric="kurtosis", value=v) for step, v in enumerate(values)])
+        lines = views.trajectory(quantity, series, "step", symlog=False).axes[0].lines
+        assert any(list(line.get_ydata()) == [0, 0] for line in lines) == seen
 
 
 def test_heat_map_takes_the_median_over_replicates(paper):

@@ -11,6 +11,7 @@ from pico_analyze.results import (
     COLUMNS,
     RUN_COLUMNS,
     ResultsError,
+    alike,
     read,
     row_parameters,
     runs_table,
@@ -237,3 +238,13 @@ def test_pico_v0_tells_layers_1_10_and_11_apart(make_run, make_shape, tmp_path):
     files = written(tmp_path / "step_0")
     assert list(files["gini_val.json"]) == ["layers.1.swiglu.w_2.weights"]
     assert list(files["gini-2_val.json"]) == ["layers.10.swiglu.w_2.weights", "layers.11.swiglu.w_2.weights"]
+
+
+def test_reasons_that_differ_in_numbers_are_one():
+    assert alike(["only 9 of 12 left", "all zeros", "only 10 of 12 left"]) == [
+        ("only 9 to 10 of 12 left", 2),
+        ("all zeros", 1),
+    ]
+    files = ["step_4/model.safetensors cannot be read", "step_8/model.safetensors cannot be read"]
+    assert sorted(alike(files)) == [(file, 1) for file in files]
+    assert alike(["1,024 of 2.5", "512 of 2.5"]) == [("512 to 1,024 of 2.5", 2)]

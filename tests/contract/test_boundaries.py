@@ -52,6 +52,7 @@ ORDER = {
     ],
     "pico_analyze": [
         "words",
+        "progress",
         "strict_yaml",
         "config",
         "device",

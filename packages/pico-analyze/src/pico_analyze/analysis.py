@@ -77,18 +77,8 @@ def analyze(
     if dask is None:  # otherwise the workers are asked
         check(device)
     opened = open_runs(runs)
-    cells: dict[tuple[str, int], list[Cell]] = defaultdict(list)
-    for cell in plan(opened, config):
-        cells[cell.run.identity.run_id, cell.step].append(cell)
+    checkpoints = _asked(opened, config, {} if previous is None else _by_content(previous))
     losses = {run.identity.run_id: _losses(run) for run in opened}
-    earlier = {} if previous is None else _by_content(previous)
-
-    far = {run.identity.run_id: out_of_place(run, repeated(run, StandingStill.of(run))) for run in opened}
-    checkpoints = [
-        Asked(run, step, here := cells[run.identity.run_id, step], _given(here, earlier), far)
-        for run in opened
-        for step in steps_of(run, config)
-    ]
     rows: dict[int, list[Row]] = {}
 
     def finish(place: int, measured: Measured) -> None:
@@ -113,16 +103,8 @@ def analyze(
         finish(places[index], measured)
 
     frame = table(row for place in sorted(rows) for row in rows[place])
-    n_kept = sum(
-        len(given)
-        for checkpoint in checkpoints
-        for given in checkpoint.given.values()
-        if given[0]["status"] != "missing"
-    )
-    n_missing = int(frame["status"].eq("missing").sum())
-    n_computed = int(frame["kind"].ne("training").sum()) - n_kept - n_missing
-    frame.attrs = {"computed": n_computed, "kept": n_kept, "missing": n_missing}
-    logger.info("%d values computed, %d kept from before, %d missing", n_computed, n_kept, n_missing)
+    frame.attrs = counts = _counts(frame, checkpoints)
+    logger.info("%(computed)d values computed, %(kept)d kept from before, %(missing)d missing", counts)
     return frame
 
 
@@ -178,6 +160,28 @@ class Asked:
     def work(self, device: str) -> Work:
         """The rest."""
         return Work(self.run, self.step, [cell for cell in self.cells if cell.key not in self.given], device)
+
+
+def _asked(runs: Sequence[Run], config: AnalysisConfig, earlier: Mapping[Key, Row]) -> list[Asked]:
+    """The checkpoints of the plan, by run and step, with what ``earlier`` results spare."""
+    cells: dict[tuple[str, int], list[Cell]] = defaultdict(list)
+    for cell in plan(runs, config):
+        cells[cell.run.identity.run_id, cell.step].append(cell)
+    far = {run.identity.run_id: out_of_place(run, repeated(run, StandingStill.of(run))) for run in runs}
+    return [
+        Asked(run, step, here := cells[run.identity.run_id, step], _given(here, earlier), far)
+        for run in runs
+        for step in steps_of(run, config)
+    ]
+
+
+def _counts(frame: pd.DataFrame, checkpoints: Sequence[Asked]) -> dict[Any, int]:
+    """How many values of the table were computed, kept and missing."""
+    given = [rows for checkpoint in checkpoints for rows in checkpoint.given.values()]
+    kept = sum(len(rows) for rows in given if rows[0]["status"] != "missing")
+    missing_values = int(frame["status"].eq("missing").sum())
+    measured = int(frame["kind"].ne("training").sum())
+    return {"computed": measured - kept - missing_values, "kept": kept, "missing": missing_values}
 
 
 def _rows(checkpoint: Asked, measured: Measured, losses: Iterable[Row]) -> Iterator[Row]:

@@ -10,7 +10,7 @@ import shutil
 import sys
 import textwrap
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -49,9 +49,9 @@ def reports_errors(command: Command) -> Command:
             if debug:
                 traceback.print_exc()
             # Our own ValueErrors are about what the user wrote or pointed at; anything else is a failure.
-            if isinstance(error, ValueError) and type(error).__module__.startswith("pico_analyze."):
+            if type(error).__module__.startswith("pico_analyze."):
                 click.echo(f"error: {error}", err=True)
-                sys.exit(2)
+                sys.exit(2 if isinstance(error, ValueError) else 1)
             if isinstance(error, OSError) and error.filename:
                 click.echo(f"error: {error.filename}: {error.strerror}", err=True)
             else:
@@ -152,23 +152,27 @@ def run(
 @click.option("--format", "formats", default="png,svg,pdf", show_default=True, help="Formats, joined by commas.")
 @click.option("--output", type=click.Path(path_type=Path), help="Folder of the pictures; default RESULTS/plots.")
 @click.option("--metric", "metrics", multiple=True, help="Only this metric; may be given more than once.")
-@click.option("--jobs", type=click.IntRange(1), default=1, show_default=True, help="Processes that share the figures.")
+@click.option("--jobs", type=click.IntRange(1), help="Processes that share the figures; default: the CPUs there are.")
 @reports_errors
-def plot(results: Path, x: Any, formats: str, output: Path | None, metrics: tuple[str, ...], jobs: int) -> None:
+def plot(results: Path, x: Any, formats: str, output: Path | None, metrics: tuple[str, ...], jobs: int | None) -> None:
     """Draw the table in the folder RESULTS, which `pico-analyze run` has printed."""
-    from tqdm import tqdm
-
     from pico_analyze.plots import draw
+    from pico_analyze.progress import progress
 
+    def shown(figures: Sequence[Any]) -> Iterator[Any]:
+        with progress("figure", every=20) as show:
+            for n_done, figure in enumerate(figures, 1):
+                yield figure
+                show(figure[0], n_done, len(figures))
+
+    logging.getLogger("pico_analyze").setLevel(logging.INFO)
     written = draw(
         results,
         output,
         x=x,
         formats=tuple(name.strip() for name in formats.split(",")),
         metrics=metrics or None,
-        progress=lambda figures: tqdm(
-            figures, unit="figure", dynamic_ncols=True, leave=False, disable=not sys.stderr.isatty()
-        ),
+        progress=shown,
         n_jobs=jobs,
     )
     click.echo(f"{counted(len(written), 'file')} in {written[0].parent}, {written[0].name} first")

@@ -7,6 +7,7 @@ runs themselves, so the runs, and plugins given by path, have to be on a file sy
 import logging
 import os
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import chdir, contextmanager
 from importlib import metadata
@@ -18,11 +19,13 @@ from pico_analyze.measure import Measured, Work, missing
 from pico_analyze.spread import DIED, Report, measure_packed, packed
 
 if TYPE_CHECKING:
-    from distributed import Client
+    from distributed import Client, Future
 
 logger = logging.getLogger(__name__)
 
 CONNECT_S = 5
+WITHOUT_WORKERS_S = 300  # a cluster may take minutes to replace a worker
+LOOK_EVERY_S = 2
 COMPARED = ("pico-analyze", "torch", "numpy", "scipy", "distributed")  # what the numbers and the transport depend on
 ONE_THREAD = "OMP_NUM_THREADS"
 
@@ -33,19 +36,25 @@ class ClusterError(ValueError):
     """A cluster that cannot be used; the message says which part of it, and what to do."""
 
 
+class ClusterLost(RuntimeError):
+    """A cluster that is gone in the middle of the work."""
+
+
 def spread_on_cluster(
     works: Sequence[Work], scheduler: str, plugin_names: Sequence[str] = (), device_name: str = "cpu"
 ) -> Iterator[tuple[int, Measured]]:
     """The place of each work in ``works`` and what its cells give, in the order in which they are finished.
 
     What a worker had in hand when it died goes to another one. A checkpoint of which several workers die, as many as the
-    scheduler's setting ``allowed-failures`` and one more, is logged and gives missing values.
+    scheduler's setting ``allowed-failures`` and one more, is logged and gives missing values. Without any worker for
+    ``WITHOUT_WORKERS_S`` seconds it gives up.
 
     Args:
         scheduler: Address of the scheduler, such as tcp://host:8786, or the path of its scheduler file, ``*.json``.
 
     Raises:
         ClusterError: distributed is not installed, no scheduler answers, it has no workers, or a worker cannot do the work.
+        ClusterLost: the scheduler or all workers are gone.
     """
     names = tuple(str(Path(name).expanduser().resolve()) if name.endswith(".py") else name for name in plugin_names)
     with _connected(scheduler) as client:
@@ -55,14 +64,14 @@ def spread_on_cluster(
 
 
 def _gathered(client: "Client", works: Sequence[Work], names: tuple[str, ...]) -> Iterator[tuple[int, Measured]]:
-    from distributed import CancelledError, KilledWorker, as_completed
+    from distributed import CancelledError, KilledWorker
 
     waiting = {
         client.submit(_on_worker, place, packed(work), names, os.getcwd(), pure=False): place
         for place, work in enumerate(works)
     }
     try:
-        for future in as_completed(list(waiting)):
+        for future in _finished(client, list(waiting)):
             work = works[place := waiting.pop(future)]
             try:
                 place, measured, messages = future.result()
@@ -73,7 +82,7 @@ def _gathered(client: "Client", works: Sequence[Work], names: tuple[str, ...]) -
             except ModuleNotFoundError as error:
                 raise ClusterError(f"a worker lacks a package: {error}; install there what is installed here") from None
             except CancelledError:
-                raise ClusterError("the scheduler is gone; the same command computes what is missing") from None
+                raise ClusterLost("dask: the scheduler is gone; the same command computes what is missing") from None
             for level, text in messages:
                 logger.log(level, "%s", text)
             yield place, measured
@@ -81,10 +90,35 @@ def _gathered(client: "Client", works: Sequence[Work], names: tuple[str, ...]) -
         client.cancel(list(waiting))
 
 
+def _finished(client: "Client", futures: "Sequence[Future]") -> "Iterator[Future]":
+    """The futures as they are finished; raises `ClusterLost` when there has been no worker for too long."""
+    from distributed import as_completed
+
+    completed = as_completed(futures)
+    looked = seen = time.monotonic()
+    while completed.count():
+        if completed.has_ready():
+            yield next(completed)
+        elif (now := time.monotonic()) - looked < LOOK_EVERY_S:
+            time.sleep(0.05)
+        elif client.scheduler_info(n_workers=-1)["workers"]:
+            looked = seen = now
+        elif now - seen > WITHOUT_WORKERS_S:
+            raise ClusterLost(
+                f"dask: all workers are gone, for {WITHOUT_WORKERS_S:g} seconds now; start some, and the same command computes "
+                "what is missing"
+            )
+        else:
+            if looked == seen:
+                logger.warning("dask: all workers are gone; waiting %g seconds for others", WITHOUT_WORKERS_S)
+            looked = now
+
+
 @contextmanager
 def _connected(scheduler: str) -> "Iterator[Client]":
     try:
         from distributed import Client
+        from distributed.comm.registry import backends
     except ModuleNotFoundError as error:
         raise ClusterError(
             f"--dask needs the package distributed ({error}): pip install 'pico-analyze[dask]'"
@@ -92,6 +126,13 @@ def _connected(scheduler: str) -> "Iterator[Client]":
     by_file = scheduler.endswith(".json")
     if by_file and not Path(scheduler).is_file():  # distributed would wait for it without end
         raise ClusterError(f"dask: there is no scheduler file {scheduler}")
+    scheme = scheduler.partition("://")[0] if "://" in scheduler else "tcp"
+    if not by_file and scheme not in backends:  # distributed would try it all the same, and leave its threads behind
+        known = ", ".join(f"{name}://" for name in sorted(backends) if name != "inproc")
+        raise ClusterError(
+            f"dask: {scheduler} is no address of a scheduler; one begins with {known}: give the one that `dask scheduler` prints, "
+            "such as tcp://host:8786, not that of its dashboard"
+        )
     where: dict[str, Any] = {"scheduler_file": scheduler} if by_file else {"address": scheduler}
     try:
         client = Client(**where, timeout=CONNECT_S, set_as_default=False)

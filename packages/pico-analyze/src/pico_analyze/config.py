@@ -15,6 +15,7 @@ from pico_analyze.strict_yaml import (
     ConfigError,
     Problem,
     Section,
+    attributed,
     folder_name_problem,
     overridden,
     read_mapping,
@@ -128,6 +129,10 @@ class Bootstrap(Section):
 
 class MetricEntry(Section):
     """One metric on some components; the same metric may stand any number of times."""
+
+    if_unknown = (
+        "a parameter of the metric that has no key of its own stands under options, as in options: {{{key}: ...}}"
+    )
 
     metric_name: str = Field(min_length=1, description="as `pico-analyze ls metrics` lists them")
     data_split: Literal["train", "val"] | None = Field(
@@ -317,7 +322,11 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> AnalysisConf
         ConfigError: the file cannot be read, or all that is wrong with what it says.
     """
     path = Path(path)
-    return validated(AnalysisConfig, overridden(read_mapping(path), overrides), str(path))
+    raw = overridden(read_mapping(path), overrides)
+    try:
+        return validated(AnalysisConfig, raw, str(path))
+    except ConfigError as error:
+        raise attributed(error, overrides) from None
 
 
 def not_built_yet(config: AnalysisConfig) -> list[str]:

@@ -8,11 +8,12 @@ import logging
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from pico_analyze.checkpoint.format import CheckpointError
+from pico_analyze.checkpoint.format import CheckpointError, TensorError
 from pico_analyze.checkpoint.reader import Checkpoint, Run
 from pico_analyze.components import Component, Piece, Selection
 from pico_analyze.components.matrix import Flagged, Matrix, Undefined
@@ -68,11 +69,17 @@ def measure(work: Work, references: References) -> Measured:
     for cell in work.cells:
         by_matrix[_matrix_key(cell)].append(cell)
     checkpoint = work.run.checkpoint(work.step, work.device)
+    lost: dict[tuple[Path, str], set[str]] = defaultdict(set)  # file, what is wrong with it -> its tensors
     for group in by_matrix.values():
         try:
             pieces = _pieces(group[0].measurement.source.component, checkpoint, group[0].selection)
         except CheckpointError as error:
-            logger.warning("%s", error)
+            if isinstance(error, TensorError):
+                rows = group[0].selection.rows
+                in_file = {row.key for row in rows if checkpoint.folder / row.file == error.path}
+                lost[error.path, error.what] |= in_file if error.key is None else {error.key}
+            else:
+                logger.warning("%s", error)
             measured |= {cell.key: missing(cell, str(error)) for cell in group}
             continue
         except MeasuringError as error:
@@ -84,6 +91,9 @@ def measure(work: Work, references: References) -> Measured:
             by_reference[_reference_key(cell, work.device)].append(cell)
         for cells in by_reference.values():
             measured |= _compared(cells, pieces, references, work.device)
+    for (path, what), keys in lost.items():
+        which = min(keys) if len(keys) == 1 else f"{len(keys)} tensors"
+        logger.warning("%s: %s (run %s, step %d): %s", path, which, work.run.name, work.step, what)
     return measured
 
 

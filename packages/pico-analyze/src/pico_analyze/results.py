@@ -7,6 +7,7 @@ each written at once or not at all, and on request the JSON files of the publish
 import json
 import math
 import os
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -163,6 +164,29 @@ def _replace(path: Path, write_to: Callable[[Path], object]) -> None:
     with staged.open("rb+") as file:
         os.fsync(file.fileno())
     staged.replace(path)
+
+
+_NUMBER = re.compile(r"(?<![\w.-])\d+(?:,\d{3})*(?:\.\d+)?(?![\w.]*\w)")
+
+
+def alike(reasons: Iterable[str]) -> list[tuple[str, int]]:
+    """Reasons with how often they occur, the most frequent first; those that differ only in numbers are one.
+
+    >>> alike(["only 9 of 12 left", "all zeros", "only 7 of 12 left"])
+    [('only 7 to 9 of 12 left', 2), ('all zeros', 1)]
+    """
+    groups: dict[str, list[str]] = defaultdict(list)
+    for reason in reasons:
+        groups[_NUMBER.sub("#", reason)].append(reason)
+    return sorted(((_in_one(group), len(group)) for group in groups.values()), key=lambda one: (-one[1], one[0]))
+
+
+def _in_one(reasons: Sequence[str]) -> str:
+    """One text for reasons that differ only in numbers, with the smallest and the largest of each."""
+    places = zip(*map(_NUMBER.findall, dict.fromkeys(reasons)), strict=True)
+    ordered = (sorted(set(place), key=lambda number: float(number.replace(",", ""))) for place in places)
+    ranges = iter([" to ".join(dict.fromkeys((place[0], place[-1]))) for place in ordered])
+    return _NUMBER.sub(lambda _: next(ranges), reasons[0])
 
 
 class ResultsError(ValueError):

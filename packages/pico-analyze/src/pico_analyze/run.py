@@ -6,10 +6,8 @@ earlier start has computed there is taken over.
 """
 
 import logging
-import sys
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -17,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
-from tqdm.auto import tqdm
 
 from pico_analyze import results
 from pico_analyze.analysis import analyze, describe, open_runs, plan
@@ -26,6 +23,7 @@ from pico_analyze.config import AnalysisConfig, ConfigError, not_built_yet
 from pico_analyze.device import check
 from pico_analyze.metrics import load_metrics
 from pico_analyze.plan import code_hashes
+from pico_analyze.progress import progress
 
 log = logging.getLogger("pico_analyze")
 
@@ -55,10 +53,10 @@ class Outcome:
         return {status: int(counts.get(status, 0)) for status in ("ok", "flagged", "undefined", "missing")}
 
     def reasons(self) -> list[tuple[str, str, int]]:
-        """Each distinct (status, reason) of the values that are not ok, with how often, the most frequent first."""
-        doubtful = self.table[self.table["status"] != "ok"]
-        counts = Counter(zip(doubtful["status"], doubtful["reason"], strict=True))
-        return [(status, reason, n) for (status, reason), n in counts.most_common()]
+        """Each (status, reason) of the values that are not ok, as `results.alike`, with how often, the most frequent first."""
+        doubtful = self.table[self.table["status"] != "ok"].groupby("status")["reason"]
+        counts = [(str(status), reason, n) for status, reasons in doubtful for reason, n in results.alike(reasons)]
+        return sorted(counts, key=lambda one: -one[2])
 
 
 def run_analysis(config: AnalysisConfig, jobs: int = 1, dask: str | None = None, device: str = "cpu") -> Outcome:
@@ -188,7 +186,7 @@ def _measure(
         results.write(results.extended(store, partial, code), folder, STORE)
         results.write(partial, folder)
 
-    with _progress() as show:
+    with progress("checkpoint") as show:
 
         def on_checkpoint(name: str, n_done: int, n_all: int, rows: Sequence[Mapping[str, Any]]) -> None:
             nonlocal written_at
@@ -208,22 +206,6 @@ def _measure(
                 write_partial()
                 log.warning("stopped: %s rows are kept in %s", f"{sum(map(len, done)):,}", folder)
             raise
-
-
-@contextmanager
-def _progress() -> Iterator[Callable[[str, int, int], None]]:
-    """A bar on a terminal or in a notebook; elsewhere a logged line for each checkpoint."""
-    watched = sys.stderr.isatty() or "ipykernel" in sys.modules
-    with tqdm(unit="checkpoint", dynamic_ncols=True, file=sys.stderr, disable=not watched, leave=False) as bar:
-
-        def show(name: str, n_done: int, n_all: int) -> None:
-            bar.total = n_all
-            bar.set_postfix_str(name, refresh=False)
-            bar.update(n_done - bar.n)
-            if not watched:
-                log.info("%d of %d checkpoints: %s", n_done, n_all, name)
-
-        yield show
 
 
 @contextmanager

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import UnionType
-from typing import Any, NamedTuple, Self, TypeVar, Union, get_args, get_origin
+from typing import Any, ClassVar, NamedTuple, Self, TypeVar, Union, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
@@ -42,6 +42,8 @@ class Section(BaseModel):
     """A mapping of a YAML file: strict types, no unknown keys, unchangeable."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
+    if_unknown: ClassVar[str] = ""
+    """What to say of an unknown ``{key}`` that is not like any key of this section."""
 
     def problems(self) -> Iterator[Problem]:
         """What is wrong between values that are each of the right type."""
@@ -186,6 +188,20 @@ def with_value(tree: Any, parts: Sequence[str], value: Any) -> Any:
         return [*tree[:index], with_value(tree[index], rest, value), *tree[index + 1 :]]
     mapping = tree if isinstance(tree, dict) else {}
     return {**mapping, first: with_value(mapping.get(first), rest, value)}
+
+
+def attributed(error: ConfigError, overrides: Sequence[str]) -> ConfigError:
+    """The same error, in which what an override has set is named by the override rather than by the file."""
+    problems: list[str] = []
+    for problem in error.problems:
+        key, _, what = problem.partition(": ")
+        setting = next((text for text in reversed(overrides) if covers(key, text.partition("=")[0].strip())), None)
+        problems.append(
+            problem if setting is None else f"{setting}: {what if setting.startswith(f'{key}=') else problem}"
+        )
+    if not set(problems) & set(error.problems):
+        return ConfigError("command line", problems)
+    return ConfigError(", with ".join([error.source, *overrides]), problems)
 
 
 # ---- checking
@@ -355,9 +371,11 @@ def suggestion(section: type[Section], unknown: str, prefix: str, root: type[Sec
 
     own = max((f"{prefix}{name}" for name in section.model_fields), key=likeness)
     any_ = max(all_keys(root), key=likeness)
-    for key in (own, any_):
-        if likeness(key) >= 0.7:
+    for key, enough in ((own, 0.7), (any_, 1.0 if section.if_unknown else 0.7)):
+        if likeness(key) >= enough:
             return f"did you mean {key}?"
+    if section.if_unknown:
+        return section.if_unknown.format(key=unknown)
     where = prefix.removesuffix(".") or "the top level"
     return f"the nearest is {own}; {where} has {', '.join(section.model_fields)}"
 

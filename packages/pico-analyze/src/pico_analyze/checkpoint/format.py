@@ -26,6 +26,14 @@ class CheckpointError(ValueError):
     """A checkpoint that cannot be used; the message names the file and what is wrong with it."""
 
 
+class TensorError(CheckpointError):
+    """A tensor that cannot be had. Without ``key`` all of the file cannot: ``what`` is then wrong with each of its tensors."""
+
+    def __init__(self, path: Path, what: str, key: str | None, where: str) -> None:
+        self.path, self.what, self.key = path, what, key
+        super().__init__(f"{path}: {key} ({where}) {what}" if key else f"{path} ({where}) {what}")
+
+
 class _Model(BaseModel):
     model_config = ConfigDict(extra="ignore", frozen=True)
 

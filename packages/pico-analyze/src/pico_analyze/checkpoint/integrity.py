@@ -4,6 +4,8 @@ Comes in: an open run. Goes out: for `verify` a list of faults, each with its fi
 weights cast doubt on what is measured on them. torch is imported on first use.
 """
 
+import hashlib
+import json
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
@@ -142,12 +144,17 @@ def verify(run: Run) -> list[Fault]:
 
     Folders that cannot be used (half-written, truncated, of another run or step), files and tensors that do not have the
     content that the manifest names, weights that two steps share although an update lies between them, weights that are
-    nearer to those of a step further away than to those beside, and steps of the saved schedule that are absent.
+    nearer to those of a step further away than to those beside, what was stored with the weights and says another step, and
+    steps of the saved schedule that are absent.
+
+    So folders that were exchanged show by the step in their manifests, files by their hashes, manifests that were written
+    anew by the hash in the next one. Where a whole chain was written anew, late neighbours, which are alike, show only by
+    the counts of their optimizer state and by evaluations; weights that were exchanged without either show by nothing.
     """
     checkpoints = run.path / "checkpoints"
     faults = [(step, Fault(checkpoints / f"step_{step}", reason)) for step, reason in run.skipped.items()]
     for step in run.steps:
-        faults += [(step, fault) for fault in _damaged(run, step)]
+        faults += [(step, fault) for fault in (*_damaged(run, step), *_of_another_step(run, step))]
         parent = run.manifests[step].parent
         before = None if parent is None else checkpoints / f"step_{parent.step}" / MANIFEST
         if parent and before and before.is_file() and file_hash(before) != parent.manifest_sha256:
@@ -229,6 +236,36 @@ def _damaged(run: Run, step: int) -> Iterator[Fault]:
                 continue
             if row.kind == "weights" and not tensor.isfinite().all():
                 yield Fault(checkpoint.folder / row.file, f"{row.module} has entries that are not finite")
+
+
+def _of_another_step(run: Run, step: int) -> Iterator[Fault]:
+    """What was written together with the weights of a step, or computed from them, and belongs to others."""
+    checkpoint, manifest = run.checkpoint(step), run.manifests[step]
+    n_updates = step - manifest.skipped_updates
+    for row in [row for row in manifest.tensors if row.role == "step"][:1]:
+        try:
+            counted = int(checkpoint.tensor(row))
+        except CheckpointError:
+            continue  # said already
+        if counted != n_updates:
+            text = (
+                f"the optimizer counts {counted} updates where {MANIFEST} says {n_updates}: it belongs to another step"
+            )
+            yield Fault(checkpoint.folder / row.file, text)
+    weights = "\n".join(row.sha256 for row in manifest.tensors if row.kind == "weights")
+    expected = {"step": step, "weights_sha256": hashlib.sha256(weights.encode("ascii")).hexdigest()}
+    state = checkpoint.folder / "training_state/state.json"
+    for path in (state, *sorted(run.path.glob(f"evaluations/step_{step}/*.json"))):
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+            wrong = [key for key, value in expected.items() if content.get(key, value) != value]
+        except FileNotFoundError:
+            continue  # not every checkpoint keeps it
+        except (OSError, ValueError, AttributeError) as error:
+            yield Fault(path, f"cannot be read: {error}")
+            continue
+        if wrong:
+            yield Fault(path, f"has another {wrong[0]} than step {step}: it belongs to other weights")
 
 
 def _grouped(found: Mapping[tuple[int, str], int]) -> dict[tuple[int, int], list[str]]:

@@ -27,6 +27,7 @@ from pico_analyze.checkpoint.format import (
     Kind,
     Manifest,
     Split,
+    TensorError,
     TensorRow,
     content_hash,
     read_manifest,
@@ -120,14 +121,13 @@ class Checkpoint:
         """
         import torch
 
-        where, tensor = self._where(row), self._read(row)
+        tensor = self._read(row)
         if (row.file, row.key) not in self._verified:
             # A view of the tensor's own bytes: nothing is copied to be hashed.
             data = tensor.reshape(-1).view(torch.uint8).numpy().data
             if content_hash(row.dtype, row.shape, data) != row.sha256:
-                raise CheckpointError(
-                    f"{where} does not have the content that the manifest names: it was changed or damaged"
-                )
+                what = "does not have the content that the manifest names: it was changed or damaged"
+                raise self._error(row, what)
             self._verified.add((row.file, row.key))
         return tensor.to(self.device)
 
@@ -140,27 +140,28 @@ class Checkpoint:
         entries = self._read(row).reshape(-1)
         return entries[:: max(1, len(entries) // n)][:n].double()
 
-    def _where(self, row: TensorRow) -> str:
-        return f"{self.folder / row.file}: {row.key} (run {self.manifest.run.name}, step {self.step})"
-
     def _read(self, row: TensorRow) -> "torch.Tensor":
         """The tensor as stored, mapped into memory; its content is not verified."""
-        where = self._where(row)
         if row.file not in {file.path for file in self.manifest.files}:
-            raise CheckpointError(f"{where} is in a file that the manifest does not list")
-        try:
-            if row.file not in self._handles:
+            raise self._error(row, "is in a file that the manifest does not list")
+        if row.file not in self._handles:
+            try:
                 self._handles[row.file] = safe_open(self.folder / row.file, framework="pt")
+            except (SafetensorError, OSError) as error:
+                raise self._error(row, f"cannot be read: {error}", whole_file=True) from None
+        try:
             header = self._handles[row.file].get_slice(row.key)
             stored = (header.get_dtype(), list(header.get_shape()))
             if stored != (row.dtype, row.shape):
-                raise CheckpointError(
-                    f"{where} is {stored[0]} {stored[1]} where the manifest says {row.dtype} {row.shape}"
-                )
+                raise self._error(row, f"is {stored[0]} {stored[1]} where the manifest says {row.dtype} {row.shape}")
             tensor: torch.Tensor = self._handles[row.file].get_tensor(row.key)
         except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{where} cannot be read: {error}") from None
+            raise self._error(row, f"cannot be read: {error}") from None
         return tensor
+
+    def _error(self, row: TensorRow, what: str, *, whole_file: bool = False) -> TensorError:
+        where = f"run {self.manifest.run.name}, step {self.step}"
+        return TensorError(self.folder / row.file, what, None if whole_file else row.key, where)
 
 
 @dataclass(frozen=True)

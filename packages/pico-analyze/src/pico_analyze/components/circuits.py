@@ -6,6 +6,7 @@ the query projection and the columns h E .. (h + 1) E of the output projection; 
 transformer circuits", 2021; their thin factors are not multiplied out.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from functools import cached_property, partial
 from typing import ClassVar, Literal
@@ -22,8 +23,8 @@ from pico_analyze.components.single import find_rows, name_in_block
 WORDS = {"q": "query", "k": "key", "v": "value", "o": "output"}
 
 
-class Circuit:
-    """What the circuits share: two projections of each block's attention, and a matrix for each head."""
+class Projections(ABC):
+    """What is made of projections of attention: which of them, and in which blocks they are found."""
 
     name: ClassVar[str]
     roles: ClassVar[tuple[str, ...]]
@@ -81,6 +82,14 @@ class Circuit:
             )
         return {row.layer: row for row in rows if row.layer is not None}
 
+    @abstractmethod
+    def pieces(self, checkpoint: Checkpoint, selection: Selection) -> Iterator[Piece]:
+        """The matrix of each head, or pair of heads, of the selection."""
+
+
+class Circuit(Projections):
+    """Two projections multiplied: a matrix for each head, and the heads side by side."""
+
     def pieces(self, checkpoint: Checkpoint, selection: Selection) -> Iterator[Piece]:
         """The circuit of each head, then of all heads side by side."""
         shape = checkpoint.manifest.model
@@ -89,9 +98,9 @@ class Circuit:
         for head, matrix in zip(selection.heads, matrices, strict=True):
             yield Piece(selection.layer, head, selection.module, matrix, selection.content_hash, selection.dtype)
 
+    @abstractmethod
     def matrices(self, parts: list[Tensor], H: int, K: int) -> Iterator[Matrix]:
         """The matrix of each head, then of all heads side by side."""
-        raise NotImplementedError
 
 
 class OVCircuit(Circuit):

@@ -13,14 +13,14 @@ from torch import Tensor
 from pico_analyze.checkpoint.format import Manifest
 from pico_analyze.checkpoint.reader import Checkpoint
 from pico_analyze.components import ComponentError, Piece, Selection
-from pico_analyze.components.circuits import Circuit, of_columns, of_rows
+from pico_analyze.components.circuits import Projections, of_columns, of_rows
 from pico_analyze.components.matrix import Matrix, triangles
 from pico_analyze.components.single import name_in_block
 
 ZERO = "the circuit of one of the two heads is zero"
 
 
-class Composition(Circuit):
+class Composition(Projections):
     """A product of two circuits over the product of their Frobenius norms, for each head of a layer and each of every
     earlier one; its own Frobenius norm is the composition score.
 

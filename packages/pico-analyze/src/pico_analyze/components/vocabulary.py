@@ -11,13 +11,13 @@ from torch import Tensor
 from pico_analyze.checkpoint.format import Manifest, TensorRow
 from pico_analyze.checkpoint.reader import Checkpoint
 from pico_analyze.components import ComponentError, Piece, Selection
-from pico_analyze.components.circuits import Circuit, of_columns, of_rows
+from pico_analyze.components.circuits import Projections, of_columns, of_rows
 from pico_analyze.components.matrix import Matrix
 
 _TOKENS = 4096
 
 
-class FullOVCircuit(Circuit):
+class FullOVCircuit(Projections):
     """W_U O_h V_k W_E' (V x V) of each query head, by its eigenvalues alone.
 
     The V x V matrix is never formed, nor its factors. Its non-zero eigenvalues are those of O_h V_k (W_E' W_U), a d x d

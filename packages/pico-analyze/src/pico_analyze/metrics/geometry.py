@@ -52,8 +52,8 @@ def anisotropy(x: Tensor | Matrix) -> float:
     order of rows; not by shifts. Rows of zeros have no direction: they are left out and the value is flagged.
     Undefined for fewer than 2 other rows. Products are not multiplied out.
 
-    Source: Ethayarajh, "How contextual are contextualized word representations?", EMNLP 2019, where the mean is
-    taken over a sample of the pairs.
+    Source: Ethayarajh, "How contextual are contextualized word representations? Comparing the geometry of BERT, ELMo,
+    and GPT-2 embeddings", EMNLP-IJCNLP 2019, where the mean is taken over a sample of the pairs.
 
     >>> anisotropy(torch.tensor([[1.0, 0.0], [0.0, 2.0], [3.0, 0.0]])) * 3
     1.0

@@ -31,8 +31,9 @@ def alpha(singular_values: Tensor, report: str = "alpha") -> float:
     50.
 
     Source: Clauset, Shalizi and Newman, "Power-law distributions in empirical data", SIAM Review 51:661, 2009,
-    the continuous case; of weight spectra Martin and Mahoney, "Implicit self-regularization in deep neural
-    networks", JMLR 22:165, 2021. Theirs compares S(lambda) at one side of each step; here the supremum is exact.
+    the continuous case; of weight spectra Martin and Mahoney, "Implicit self-regularization in deep neural networks:
+    Evidence from random matrix theory and implications for learning", JMLR 22:165, 2021. Theirs compares S(lambda) at one
+    side of each step; here the supremum is exact.
 
     >>> import torch
     >>> quantiles = (torch.arange(200, dtype=torch.float64) + 0.5) / 200

@@ -179,7 +179,7 @@ def rsa(x: Tensor | Matrix, y: Tensor | Matrix, correlation: str = "spearman") -
     of samples for both. Undefined for fewer than 3 samples, when all features of a side are constant and when all
     distances of a side are equal.
 
-    Source: Kriegeskorte, Mur and Bandettini, "Representational similarity analysis: connecting the branches of
+    Source: Kriegeskorte, Mur and Bandettini, "Representational similarity analysis - connecting the branches of
     systems neuroscience", Frontiers in Systems Neuroscience 2:4, 2008. Their dissimilarity is 1 less the
     correlation of two samples over the features, which changes when the features are rotated.
 

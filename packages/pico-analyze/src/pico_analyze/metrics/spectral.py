@@ -136,7 +136,7 @@ def condition_number(singular_values: Tensor) -> float:
     which includes zero matrices; `Spectrum` applies the same rule with max(rows, columns) in the place of n,
     by setting to zero what lies below. For the OV circuit of a head sigma_min is value number head_dim.
 
-    Source: Golub and Van Loan, "Matrix Computations", 4th edition, for the 2-norm.
+    Source: Golub and Van Loan, "Matrix Computations", 4th edition, 2013, for the 2-norm.
 
     >>> condition_number(torch.tensor([4.0, 2.0, 1.0]))
     4.0
@@ -163,7 +163,7 @@ def norm(x: Tensor | Matrix, norm_type: str) -> float:
     for them and for them alone. A vector has neither singular values nor rows: ``nuclear``, ``spectral`` and
     ``inf_operator`` are undefined.
 
-    Source: Horn and Johnson, "Matrix Analysis", 2nd edition, where ``nuclear`` is the trace norm.
+    Source: Horn and Johnson, "Matrix Analysis", 2nd edition, 2013, where ``nuclear`` is the trace norm.
 
     >>> x = torch.tensor([[1, 2], [3, -4]])
     >>> norm(x, "inf"), norm(x, "inf_operator")

@@ -6,12 +6,13 @@ alone, in a notebook too.
 """
 
 import logging
+import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 
 import pandas as pd
-from joblib import Parallel, delayed
+from joblib import Parallel, cpu_count, delayed
 from matplotlib.figure import Figure
 
 from pico_analyze import results
@@ -32,6 +33,8 @@ __all__ = ["PlotError", "draw"]
 
 Job = tuple[str, Callable[[], Figure]]
 
+WORTH_A_PROCESS = 12  # figures take about as long as a process takes to start
+
 log = logging.getLogger(__name__)
 
 
@@ -43,7 +46,7 @@ def draw(
     formats: Sequence[str] = style.FORMATS,
     metrics: Sequence[str] | None = None,
     progress: Callable[[list[Job]], Iterable[Job]] = iter,
-    n_jobs: int = 1,
+    n_jobs: int | None = None,
 ) -> list[Path]:
     """Draw every quantity of a results table in every view, and an overview; returns the files written.
 
@@ -61,7 +64,8 @@ def draw(
         formats: any of png, svg, pdf.
         metrics: names of metrics to draw; none given draws all.
         progress: wraps the list of figures while they are drawn, such as ``tqdm``.
-        n_jobs: how many processes draw; the files do not depend on it.
+        n_jobs: how many processes draw; the files do not depend on it. None takes the CPUs that there are, where there
+            are figures enough for them.
 
     Raises:
         PlotError: there is nothing to draw, or no such metric, format or axis.
@@ -80,6 +84,8 @@ def draw(
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise PlotError(f"{folder}: the folder for the pictures cannot be made ({error.strerror})") from None
+    if n_jobs is None:
+        n_jobs = min(cpu_count(), math.ceil(len(jobs) / WORTH_A_PROCESS))
     written = Parallel(n_jobs=n_jobs)(delayed(_save)(make, folder / name, formats) for name, make in progress(jobs))
     return [path for paths in written for path in paths]
 

@@ -73,6 +73,8 @@ def symlog_ticks(first: float, last: float, *, zero: bool) -> tuple[list[float],
 def scale_y(axes: Axes, drawn: Iterable[NDArray[np.float64]], quantity: Quantity) -> None:
     """The vertical axis for what is drawn: logarithmic if the quantity is, within its bounds."""
     low, high = value_range(drawn, quantity)
+    if quantity.signed and low < 0 < high:
+        axes.axhline(0, color="0.6", linewidth=0.5, zorder=1)
     if not quantity.log:
         axes.set_ylim(low, high)
         axes.yaxis.set_major_locator(MaxNLocator(5, steps=TICK_STEPS))

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -13,9 +12,10 @@ from numpy.typing import NDArray
 
 from pico_analyze.plots import style
 from pico_analyze.plots.axes import X_LABELS, short
+from pico_analyze.plots.colours import Colours, title
 from pico_analyze.plots.quantities import Horizontal, Quantity, Series, remarks
 from pico_analyze.plots.style import DOUBLE, SINGLE
-from pico_analyze.plots.views import colour_scale, log_bar, over_heads
+from pico_analyze.plots.views import over_heads
 
 SYMMETRIC = ("cka", "mean_cca", "svcca", "procrustes", "rsa", "mutual_knn")
 N_STEPS = 4  # panels of a layer x layer picture
@@ -111,30 +111,21 @@ def _draw(quantity: Quantity, panels: Sequence[Panel], words: tuple[str, str], o
     side = (width - 0.9) / n_columns - 0.35  # of a square, in inches
     figure = style.figure(width, 0.55 + n_rows * (side + 0.32))
     grid = figure.subplots(n_rows, n_columns, squeeze=False)
-    tables = [pd.DataFrame(panel.values) for panel in panels]
-    norm = colour_scale(tables, quantity)
-    image: Any = None
+    colours = Colours.of(quantity, [panel.values for panel in panels])
     for place, axes in enumerate(grid.flat):
         if place >= len(panels):
             axes.remove()
             continue
         panel = panels[place]
-        axes.grid(False)
-        axes.set_facecolor("0.85")
-        image = axes.imshow(
-            panel.values, norm=norm, cmap="viridis", aspect="equal", origin="lower", interpolation="nearest"
-        )
+        image = colours.image(axes, panel.values, "equal")
         axes.set_title(style.wrap(panel.title, side))
         _ticks(axes, panel, side)
         if place % n_columns == 0:
             axes.set_ylabel(style.wrap(words[0], side))
         if place + n_columns >= len(panels):
             axes.set_xlabel(style.wrap(words[1], side))
-    bar = figure.colorbar(image, ax=figure.axes, pad=0.02, aspect=18 * n_rows)
-    bar.set_label(style.wrap(over_heads(quantity), n_rows * side))
-    bar.outline.set_visible(False)
-    if quantity.log:
-        log_bar(bar, norm)
+    colours.bar(figure, image, n_rows, log=quantity.log)
+    title(figure, over_heads(quantity))
     blank = "Grey: no value." if any(np.isnan(panel.values).any() for panel in panels) else ""
     by_checkpoint = "A row and a column for each checkpoint." if quantity.view == "steps" else ""
     style.footnote(figure, by_checkpoint, over, blank, remarks(quantity.rows))

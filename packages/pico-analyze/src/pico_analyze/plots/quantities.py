@@ -9,7 +9,6 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from textwrap import shorten
 from typing import Any, Literal
@@ -19,7 +18,7 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from pico_analyze.plots.comparisons import compared
-from pico_analyze.results import ADDED
+from pico_analyze.results import ADDED, alike
 
 Horizontal = Literal["step", "tokens"]
 
@@ -33,12 +32,17 @@ class PlotError(ValueError):
 
 @dataclass(frozen=True)
 class MetricWords:
-    """How a metric is called in a picture; ``limits`` are its bounds, ``log`` asks for a logarithmic axis."""
+    """How a metric is called in a picture; ``limits`` are its bounds, ``log`` asks for a logarithmic axis.
+
+    ``signed`` says that both signs have a meaning and 0 lies between them, always or with that value of a parameter;
+    None asks the values. An estimate of what is never negative, as CKA, is not signed, though noise takes it below 0.
+    """
 
     words: str
     unit: str = ""
     limits: tuple[float, float] | None = None
     log: bool = False
+    signed: bool | str | None = None
 
 
 METRICS: dict[str, MetricWords] = {
@@ -54,18 +58,18 @@ METRICS: dict[str, MetricWords] = {
     "participation_ratio": MetricWords("participation ratio"),
     "spectral_entropy": MetricWords("spectral entropy", limits=(0.0, 1.0)),
     "alpha": MetricWords("power-law exponent"),
-    "kurtosis": MetricWords("excess kurtosis"),
+    "kurtosis": MetricWords("excess kurtosis", signed=True),
     "dead_units": MetricWords("share of dead units", limits=(0.0, 1.0)),
-    "anisotropy": MetricWords("mean cosine"),
+    "anisotropy": MetricWords("mean cosine", limits=(-1.0, 1.0), signed=True),
     "intrinsic_dimension": MetricWords("intrinsic dimension"),
-    "eigenvalue_positivity": MetricWords("positivity of the eigenvalues"),
-    "composition_score": MetricWords("composition score"),
+    "eigenvalue_positivity": MetricWords("positivity of the eigenvalues", limits=(-1.0, 1.0), signed=True),
+    "composition_score": MetricWords("composition score", signed="random"),
     "cka": MetricWords("CKA", limits=(0.0, 1.0)),
     "pwcca": MetricWords("PWCCA", limits=(0.0, 1.0)),
     "mean_cca": MetricWords("mean CCA", limits=(0.0, 1.0)),
     "svcca": MetricWords("SVCCA", limits=(0.0, 1.0)),
     "procrustes": MetricWords("Procrustes similarity", limits=(0.0, 1.0)),
-    "rsa": MetricWords("representational similarity", limits=(0.0, 1.0)),
+    "rsa": MetricWords("representational similarity", limits=(-1.0, 1.0), signed=True),
     "mutual_knn": MetricWords("mutual nearest neighbours", limits=(0.0, 1.0)),
 }
 NORMS = {
@@ -79,13 +83,14 @@ NORMS = {
 NAMED_BY_PARAMETER = {
     "norm": NORMS,
     "alpha": {"alpha": "power-law exponent", "ks_distance": "distance of the power-law fit"},
+    "composition_score": {"none": "composition score", "random": "composition score above chance"},
 }
 COMPONENTS = {"ov_circuit": "OV circuit", "qk_circuit": "QK circuit", "full_ov_circuit": "full OV circuit"}
 COMPONENTS |= {f"{letter}_composition": f"{letter.upper()}-composition" for letter in "qkv"}
 LOSSES = ("val_loss", "train_loss")  # the loss that stands for both comes first
 
 SEEDS = ["weights_seed", "data_seed", "dropout_seed"]
-KEYS = ["metric", "parameters", "kind", "component", "module", "split", "reference", "view", "per_head"]
+KEYS = ["metric", "parameters", "kind", "component", "module", "split", "reference", "view", "per"]
 SETTINGS = {"permutation_null": "null", "bootstrap": "interval"}  # parameters that change no value, in file names
 
 
@@ -109,6 +114,7 @@ class Quantity:
     unit: str
     limits: tuple[float, float] | None
     log: bool
+    signed: bool
     rows: pd.DataFrame
 
     @property
@@ -135,16 +141,21 @@ class Quantity:
         """The values against their null, in the place of the values."""
         bare = self.bare()
         rows = bare.rows.assign(y=self.rows["calibrated"])
-        return replace(bare, title=f"calibrated {self.title}", limits=(0.0, 1.0), log=False, rows=rows)
+        return replace(bare, title=f"calibrated {self.title}", limits=(0.0, 1.0), log=False, signed=False, rows=rows)
 
     def bare(self) -> "Quantity":
         """The values alone, without null and interval."""
         return replace(self, rows=self.rows.assign(**dict.fromkeys(ADDED, np.nan)))
 
     @property
-    def per_head(self) -> bool:
-        """Whether there is one value for each head."""
-        return bool(self.rows["per_head"].iloc[0])
+    def per(self) -> str:
+        """What there is a value for in each layer: head, pair of heads, or (empty) the layer alone."""
+        return str(self.rows["per"].iloc[0])
+
+    @property
+    def several(self) -> str:
+        """`per` in the plural."""
+        return {"head": "heads", "pair of heads": "pairs of heads"}.get(self.per, "")
 
     @property
     def in_layers(self) -> bool:
@@ -188,14 +199,16 @@ def prepare(table: pd.DataFrame, x: Horizontal) -> tuple[pd.DataFrame, list[Seri
     """The table with what drawing needs beside its own columns, and the series, smallest model first.
 
     Adds ``member`` (number of the run), ``series`` (index of its series), ``x`` and ``y`` (floats; y is nan
-    where there is no value), ``per_head``, and by `comparisons.compared` ``reference`` (in words) and ``view``, with
-    ``reference_x``, the x of the reference. Rows without an x are dropped.
+    where there is no value), ``per`` (as `Quantity.per`), and by `comparisons.compared` ``reference`` (in words) and
+    ``view``, with ``reference_x``, the x of the reference. Rows without an x are dropped.
     """
     rows = table.copy()
     rows["member"] = rows.groupby(["run", "run_id"], dropna=False, sort=True).ngroup()
     rows["x"] = _tokens(rows) if x == "tokens" else rows["step"].to_numpy(dtype=float)
     rows["y"] = rows["value"].to_numpy(dtype=float, na_value=np.nan)
-    rows["per_head"] = rows["head"].notna()
+    rows["per"] = np.select(
+        [rows["reference_head"].notna(), rows["head"].notna()], ["pair of heads", "head"], default=""
+    )
     for name in ADDED:
         rows[name] = rows[name].to_numpy(dtype=float, na_value=np.nan)
     rows["reference_x"] = (
@@ -234,13 +247,13 @@ def _series(rows: pd.DataFrame) -> tuple[list[Series], dict[int, int]]:
     """The series in order of size, and the series that each run belongs to."""
     runs = rows.groupby("member")[["run", "suite", "scale", *SEEDS]].first()
     found: list[tuple[float, str, list[int]]] = []
-    for _, alike in runs.groupby(["suite", "scale"], dropna=False):
-        scale = float(alike["scale"].iloc[0]) if alike["scale"].notna().all() else math.inf
-        replicates = alike[["suite", "scale", *SEEDS]].notna().all(axis=None) and not alike[SEEDS].duplicated().any()
-        if replicates and len(alike) > 1:
-            found.append((scale, str(alike["suite"].iloc[0]), list(alike.index)))
+    for _, group in runs.groupby(["suite", "scale"], dropna=False):
+        scale = float(group["scale"].iloc[0]) if group["scale"].notna().all() else math.inf
+        replicates = group[["suite", "scale", *SEEDS]].notna().all(axis=None) and not group[SEEDS].duplicated().any()
+        if replicates and len(group) > 1:
+            found.append((scale, str(group["suite"].iloc[0]), list(group.index)))
         else:
-            found += [(scale, str(run), [int(str(member))]) for member, run in alike["run"].items()]
+            found += [(scale, str(run), [int(str(member))]) for member, run in group["run"].items()]
     found.sort(key=lambda entry: (entry[0], entry[1], entry[2]))
     sizes = [size_label(scale) if math.isfinite(scale) else name for scale, name, _ in found]
     series = [
@@ -279,6 +292,7 @@ def quantities_of(rows: pd.DataFrame) -> list[Quantity]:
         look = METRICS.get(of["metric"], MetricWords(of["metric"].replace("_", " ")))
         values = group["y"].dropna()
         wide = look.limits is None and len(values) and values.min() > 0 and values.max() > 50 * values.min()
+        signed = _signed(look, of, values)
         found.append(
             Quantity(
                 name=_file_name(of, {quantity.name.lower() for quantity in found}),
@@ -287,12 +301,19 @@ def quantities_of(rows: pd.DataFrame) -> list[Quantity]:
                 subject="" if of["component"] == "loss" else _subject(of, several_modules=modules[of["component"]] > 1),
                 unit=look.unit,
                 limits=look.limits,
-                log=bool(look.log or wide) and bool((values > 0).all()),
+                log=bool(look.log or wide) and bool((values > 0).all()) and not signed,
+                signed=signed,
                 rows=group,
             )
         )
     order = {metric: place for place, metric in enumerate(METRICS)}
     return sorted(found, key=lambda quantity: (order.get(quantity.metric, len(order)), quantity.metric))
+
+
+def _signed(look: MetricWords, of: dict[str, Any], values: "pd.Series[float]") -> bool:
+    if look.signed is None:
+        return look.limits is None and bool((values < 0).any())
+    return look.signed is True or look.signed in _parameters(of).values()
 
 
 def _title(words: str, of: dict[str, Any], *, show_parameters: bool) -> str:
@@ -314,11 +335,13 @@ def _parameters(of: dict[str, Any]) -> dict[str, Any]:
 def _subject(of: dict[str, Any], *, several_modules: bool) -> str:
     if of["component"] == "simple":
         thing = of["module"]
+    elif of["component"] == "delta":
+        thing = f"the change of {of['module']}"
     else:
         thing = COMPONENTS.get(of["component"], of["component"].replace("_", " "))
         thing += f" {of['module']}" if several_modules and of["module"] else ""
     split = f" ({of['split']})" if of["split"] and of["kind"] != "weights" else ""  # a weight has no split
-    head = ", per head" if of["per_head"] else ""
+    head = f", per {of['per']}" if of["per"] else ""
     reference = f", against {of['reference']}" if of["reference"] else ""
     return f"{thing} {of['kind']}{split}{head}{reference}"
 
@@ -334,7 +357,7 @@ def _file_name(of: dict[str, Any], taken: set[str]) -> str:
     first += [word for name, word in SETTINGS.items() if name in json.loads(of["parameters"] or "{}")]
     if of["reference"]:
         first.append(f"vs-{of['reference']}")
-    second = [of["component"], of["module"], "heads" if of["per_head"] else ""]
+    second = [of["component"], of["module"], "heads" if of["per"] else ""]
     parts = (first, second, [of["kind"], of["split"]])
     name = "_".join("-".join(_slug(word) for word in part if word) for part in parts)
     if len(name) > 120 or name.lower() in taken:
@@ -363,11 +386,10 @@ def remarks(rows: pd.DataFrame) -> str:
 
 
 def _reasons(reasons: "pd.Series[str]") -> str:
-    counts = reasons.dropna().value_counts().sort_index().sort_values(ascending=False, kind="stable")
-    if counts.empty:
+    counts = alike(reasons.dropna())
+    if not counts:
         return ""
-    shown: Sequence[str] = [
-        shorten(str(reason), 90, placeholder=" ...") + (f" ({count})" if len(counts) > 1 else "")
-        for reason, count in counts.head(2).items()
+    shown = [
+        shorten(reason, 90, placeholder=" ...") + (f" ({n})" if len(counts) > 1 else "") for reason, n in counts[:2]
     ]
-    return ": " + ", ".join(shown) + (f", other reasons ({counts.iloc[2:].sum()})" if len(counts) > 2 else "")
+    return ": " + ", ".join(shown) + (f", other reasons ({sum(n for _, n in counts[2:])})" if len(counts) > 2 else "")

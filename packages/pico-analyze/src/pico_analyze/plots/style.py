@@ -38,6 +38,7 @@ _OURS = {
     "legend.fontsize": 7.0,
     "legend.title_fontsize": 7.0,
     "figure.labelsize": 7.0,
+    "figure.titlesize": 7.0,
     "axes.linewidth": 0.5,
     "xtick.major.width": 0.5,
     "ytick.major.width": 0.5,

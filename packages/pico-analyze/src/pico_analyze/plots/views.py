@@ -8,12 +8,13 @@ from typing import Any
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
-from matplotlib.colors import LogNorm, Normalize
 from matplotlib.figure import Figure
+from matplotlib.image import AxesImage
 from numpy.typing import NDArray
 
 from pico_analyze.plots import style
-from pico_analyze.plots.axes import X_LABELS, log_format, log_ticks, scale_x, scale_y, short, value_range
+from pico_analyze.plots.axes import X_LABELS, scale_x, scale_y, short
+from pico_analyze.plots.colours import Colours, rings, title
 from pico_analyze.plots.quantities import (
     KEYS,
     LOSSES,
@@ -72,26 +73,23 @@ def heat_map(quantity: Quantity, series: Sequence[Series], x: Horizontal) -> Fig
     present = [index for index in range(len(series)) if (rows["series"] == index).any()]
     n_columns = min(len(present), 3)
     n_rows = math.ceil(len(present) / n_columns)
-    n_layers = int(rows["layer"].max()) + 1
+    n_layers = rows["layer"].nunique()
     width = DOUBLE if n_columns > 1 else SINGLE
     figure = style.figure(width, 0.75 + n_rows * min(3.0, max(1.2, 0.35 + 0.13 * n_layers)))
     grid = figure.subplots(n_rows, n_columns, sharey=True, squeeze=False)
     tables = [_layer_table(rows[rows["series"] == index]) for index in present]
-    norm = colour_scale(tables, quantity)
+    colours = Colours.of(quantity, [table.to_numpy() for table in tables])
     for place, axes in enumerate(grid.flat):
         if place >= len(present):
             axes.remove()
             continue
-        image = _heat_panel(axes, tables[place], rows[rows["series"] == present[place]], norm)
+        image = _heat_panel(axes, tables[place], rows[rows["series"] == present[place]], colours)
         axes.set_title(series[present[place]].label)
         axes.set_xlabel(f"{X_LABELS[x]} (by checkpoint)")
         if place % n_columns == 0:
             axes.set_ylabel("layer")
-    bar = figure.colorbar(image, ax=figure.axes, pad=0.02, aspect=18 * n_rows)
-    bar.set_label(style.wrap(over_heads(quantity), figure.get_figheight() - 0.6))
-    bar.outline.set_visible(False)
-    if quantity.log:
-        log_bar(bar, norm)
+    colours.bar(figure, image, n_rows, log=quantity.log)
+    title(figure, over_heads(quantity))
     averaged = "Median over runs." if any(series[index].n_runs > 1 for index in present) else ""
     ringed = "Ring: flagged." if rows["status"].eq("flagged").any() else ""
     blank = "Grey: no value." if any(np.isnan(table.to_numpy()).any() for table in tables) else ""
@@ -138,8 +136,7 @@ def overview(chosen: Sequence[Quantity], series: Sequence[Series], x: Horizontal
         axes.set_title("\n".join(style.wrap(part, width) for part in words if part))
     rows = pd.concat([quantity.rows for quantity in chosen])
     style.legend(figure, *_present(rows, series))
-    spread = "Line: median over layers; bands: middle 50 % and 80 %." if any(q.in_layers for q in chosen) else ""
-    style.footnote(figure, spread, remarks(rows), _hollow(rows))
+    style.footnote(figure, _spread(*chosen), remarks(rows), _hollow(rows))
     return figure
 
 
@@ -147,7 +144,7 @@ def main_quantities(found: Sequence[Quantity], n: int = 12) -> list[Quantity]:
     """The n quantities for an overview: a loss, then each metric in turn, whole layers before heads."""
     losses = [quantity for quantity in found if quantity.metric in LOSSES]
     titles: dict[str, list[Quantity]] = {}
-    for quantity in sorted(found, key=lambda quantity: quantity.per_head):
+    for quantity in sorted(found, key=lambda quantity: bool(quantity.per)):
         shown = {other.label for group in titles.values() for other in group}
         if quantity.metric not in LOSSES and not quantity.view and quantity.label not in shown:
             titles.setdefault(quantity.title, []).append(quantity)
@@ -234,50 +231,18 @@ def _units(settings: dict[str, Any]) -> str:
 
 def _layer_table(rows: pd.DataFrame) -> pd.DataFrame:
     """Layers x checkpoints: the median over heads and replicates, nan where there is no value."""
-    cells = rows.groupby(["layer", "x"])["y"].median().unstack()
-    return cells.reindex(range(int(cells.index.max()) + 1)).astype(float)
+    return rows.groupby(["layer", "x"])["y"].median().unstack().astype(float)
 
 
-def colour_scale(tables: Sequence[pd.DataFrame], quantity: Quantity) -> Normalize:
-    """One scale for all panels."""
-    values = np.concatenate([table.to_numpy().ravel() for table in tables])
-    low, high = float(np.nanmin(values)), float(np.nanmax(values))
-    shown = value_range([values], quantity)
-    if high - low < 0.1 * (shown[1] - shown[0]):  # do not stretch the colours over rounding errors
-        low, high = shown
-    return LogNorm(low, high) if quantity.log else Normalize(low, high)
-
-
-def log_bar(bar: Any, norm: Normalize) -> None:
-    """The ticks of a logarithmic colour bar."""
-    low, high = norm.vmin or 1.0, norm.vmax or 1.0
-    bar.set_ticks(log_ticks(low, high))
-    bar.ax.yaxis.set_major_formatter(log_format(low, high))
-    bar.ax.minorticks_off()
-
-
-def _heat_panel(axes: Axes, table: pd.DataFrame, rows: pd.DataFrame, norm: Normalize) -> Any:
-    axes.grid(False)
-    axes.set_facecolor("0.85")  # shows where there is no value
-    image = axes.imshow(
-        table.to_numpy(), norm=norm, cmap="viridis", aspect="auto", origin="lower", interpolation="nearest"
-    )
-    columns = {value: column for column, value in enumerate(table.columns)}
+def _heat_panel(axes: Axes, table: pd.DataFrame, rows: pd.DataFrame, colours: Colours) -> AxesImage:
+    image = colours.image(axes, table.to_numpy(), "auto")
     flagged = rows[rows["status"].eq("flagged")]
-    axes.plot(
-        [columns[value] for value in flagged["x"]],
-        flagged["layer"].to_numpy(dtype=float),
-        linestyle="none",
-        marker="o",
-        markersize=2.4,
-        markerfacecolor="none",
-        markeredgecolor="white",
-        markeredgewidth=0.5,
-    )
-    shown = np.unique(np.linspace(0, len(columns) - 1, min(len(columns), 5)).round().astype(int))
+    columns, layers_of = list(table.columns), list(table.index)
+    rings(axes, [columns.index(x) for x in flagged["x"]], [layers_of.index(layer) for layer in flagged["layer"]])
+    shown = np.unique(np.linspace(0, len(table.columns) - 1, min(len(table.columns), 5)).round().astype(int))
     axes.set_xticks(shown, [short(table.columns[column]) for column in shown])
     every = math.ceil(len(table) / 8)
-    axes.set_yticks(range(0, len(table), every))
+    axes.set_yticks(range(0, len(table), every), [str(layer) for layer in table.index[::every]])
     return image
 
 
@@ -290,13 +255,23 @@ def _present(rows: pd.DataFrame, series: Sequence[Series]) -> tuple[list[Series]
 
 def over_heads(quantity: Quantity) -> str:
     """The label of a picture that shows the median over heads."""
-    return quantity.label.replace(", per head", ", median over heads") if quantity.per_head else quantity.label
+    return quantity.label.replace(f", per {quantity.per}", f", median over {quantity.several}")
 
 
-def _spread(quantity: Quantity) -> str:
-    if not quantity.in_layers:
+def _spread(*shown: Quantity) -> str:
+    """What lines and bands are over, of those that belong to layers."""
+    layered = [quantity for quantity in shown if quantity.in_layers]
+    if not layered:
         return ""
-    return f"Line: median over layers{' and heads' if quantity.per_head else ''}; bands: middle 50 % and 80 %."
+    heads = {quantity.per: quantity.several for quantity in layered}
+    if len(heads) == 1:
+        over = "layers" + "".join(f" and {several}" for several in heads.values() if several)
+    else:
+        over = "layers" + "".join(f"; of values per {per} over {several} too" for per, several in heads.items() if per)
+    rows = pd.concat([quantity.rows for quantity in layered])
+    replicates = rows.groupby("series")["member"].nunique().max() > 1
+    runs = (", for each run", ", of all runs") if replicates else ("", "")
+    return f"Line: median over {over}{runs[0]}. Bands: middle 50 % and 80 %{runs[1]}."
 
 
 def _hollow(rows: pd.DataFrame, *, within: str = "x") -> str:
