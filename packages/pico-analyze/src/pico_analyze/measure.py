@@ -92,8 +92,8 @@ def measure(work: Work, references: References) -> Measured:
         for cells in by_reference.values():
             measured |= _compared(cells, pieces, references, work.device)
     for (path, what), keys in lost.items():
-        which = min(keys) if len(keys) == 1 else f"{len(keys)} tensors"
-        logger.warning("%s: %s (run %s, step %d): %s", path, which, work.run.name, work.step, what)
+        which, colon = (min(keys), "") if len(keys) == 1 else (f"{len(keys)} tensors", ":")
+        logger.warning("%s: %s (run %s, step %d)%s %s", path, which, work.run.name, work.step, colon, what)
     return measured
 
 
