@@ -385,7 +385,7 @@ def test_logging_is_left_as_it_was(run_folder, analysis):
         (["metrics.0.metric_name=gini"], "name the YAML of an analysis"),
         (
             ["analysis.yaml", "metrics.0.metric_nam=gini"],
-            "metrics.0.metric_nam: unknown key; did you mean metrics.0.metric",
+            "command line:\n  metrics.0.metric_nam=gini: unknown key; did you mean metrics.0.metric_name?",
         ),
         (["analysis.yaml", "metrics.0.metric_name=ginni"], "did you mean 'gini'?"),
         (["analysis.yaml", "metrics.0.components.0.component_name=simpel"], "did you mean 'simple'?"),
@@ -407,7 +407,7 @@ def test_logging_is_left_as_it_was(run_folder, analysis):
             ["analysis.yaml", "monitoring={save_to_wandb: true, wandb: {entity: a, project: b}}"],
             "not built yet; use monitoring.save_to_wandb=false",
         ),
-        (["analysis.yaml", "analysis_name=../up"], 'analysis_name: "../up" must consist of'),
+        (["analysis.yaml", "analysis_name=../up"], 'analysis_name=../up: "../up" must consist of'),
         (["analysis.yaml", "monitoring.output_dir=full"], "full/mine holds files that are no analysis"),
         (["analysis.yaml", "monitoring.output_dir=full", "analysis_name=mine.txt"], "full/mine.txt is a file"),
     ],
@@ -426,7 +426,7 @@ def test_bad_input(run_folder, analysis, words, message):
 
 def test_several_errors_at_once(run_folder, analysis):
     error = call("run", analysis(), "step=3", "metrics.0.norm_type=inf", "monitoring.output_dir=3", code=2).stderr
-    assert all(key in error for key in ("step: ", "metrics.0.norm_type: ", "monitoring.output_dir: "))
+    assert all(key in error for key in ("step=3: ", "metrics.0.norm_type=inf: ", "monitoring.output_dir=3: "))
 
 
 def test_a_run_without_activations(make_run, analysis):

@@ -308,7 +308,7 @@ class TestRefused:
         assert not (tmp_path / "analysis_results").exists()
         result = CliRunner().invoke(main, ["run", "a.yaml", "metrics.0.target_checkpoint=previous"])
         assert result.exit_code == 2
-        assert 'metrics.0.target_checkpoint: "previous" is a step of the same run' in result.output
+        assert 'metrics.0.target_checkpoint=previous: "previous" is a step of the same run' in result.output
 
 
 class TestTheRest:

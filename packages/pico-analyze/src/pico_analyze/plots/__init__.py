@@ -86,8 +86,9 @@ def draw(
         raise PlotError(f"{folder}: the folder for the pictures cannot be made ({error.strerror})") from None
     if n_jobs is None:
         n_jobs = min(cpu_count(), math.ceil(len(jobs) / WORTH_A_PROCESS))
-    written = Parallel(n_jobs=n_jobs)(delayed(_save)(make, folder / name, formats) for name, make in progress(jobs))
-    return [path for paths in written for path in paths]
+    place = folder.absolute()  # a process that drew before may stand elsewhere
+    written = Parallel(n_jobs=n_jobs)(delayed(_save)(make, place / name, formats) for name, make in progress(jobs))
+    return [folder / path.relative_to(place) for paths in written for path in paths]
 
 
 def _save(make: Callable[[], Figure], stem: Path, formats: Sequence[str]) -> list[Path]:
