@@ -199,13 +199,7 @@ def _train(
     ranks: Ranks,
 ) -> None:
     """Build what a run needs, put the newest checkpoint back, and hand over to the loop."""
-    max_steps = config.training.max_steps
     hardware = choose_hardware(config.training.fabric, place())
-    if hardware.precision == "bf16-true":
-        log.warning(
-            "training.fabric.precision: bf16-true keeps the weights themselves in bf16, so updates below 1/256 of a weight are lost; "
-            "bf16-mixed keeps them in fp32"
-        )
     fitting = _fitting(config, hardware, ranks)
     at_a_time = fitting(None)  # refused before anything is allocated
     if config.training.activation_checkpointing:
@@ -217,22 +211,10 @@ def _train(
     rule = _capture_rule(config, state.model)
     probe_batch = _probe(config, cache) if rule else None
     before = _go_on(folder, config, cache, state, ranks)
-    if config.training.compile != "auto":
-        state.compiled = None  # a choice of ours that the configuration has taken back
-
     state.micro_batch_size = fitting(state.micro_batch_size)
-    if config.training.optimization.gradient_accumulation_steps == "auto":
-        n_parts = batches.batch_size // (ranks.size * state.micro_batch_size)
-        log.info("gradient_accumulation_steps: auto is %d, by the memory that is free", n_parts)
     n_tokens = state.micro_batch_size * batches.seq_len
     kernels = kernels_of(config.model, hardware.precision, engine.fabric.device, n_tokens)
-    batch_tokens = batches.batch_size * batches.seq_len
-    log.info(
-        f"{folder.name}: {config.model.n_parameters:,} parameters; "
-        f"{counted(batches.batch_size, 'sequence')} x {counted(batches.seq_len, 'token')} = "
-        f"{batch_tokens:,} tokens a step, {counted(state.micro_batch_size, 'sequence')} at a time; "
-        f"{counted(max_steps, 'step')} = {max_steps * batch_tokens:,} tokens, from step {state.step:,}; {hardware}; {kernels}"
-    )
+    _tell_what_comes(folder.name, config, hardware, kernels, state, batches)
     if config.training.compile:
         part = micro_batches(batches.at(state.step), state.micro_batch_size, ranks)[0].to(engine.fabric.device)
         kernels = replace(kernels, compiled=_takes_compiled(config, hardware, state, engine, part))
@@ -240,7 +222,7 @@ def _train(
             engine = replace(engine, forward=engine.fabric.setup_module(state.model))
     passes = _passes(config, hardware, state.micro_batch_size, kernels, rule, probe_batch)
     _warn_of_the_schedule(config, passes, batches)
-    restart = config.checkpointing.restart
+    restart, max_steps = config.checkpointing.restart, passes.max_steps
     restart_schedule = RestartSchedule(
         every_n_steps=restart.every_n_steps,
         every_minutes=restart.every_minutes,
@@ -248,32 +230,47 @@ def _train(
     )
     stop.defer()
     record = Record(folder, config, state.step)
+    saver = Saver(
+        folder=folder,
+        config=config,
+        ranks=ranks,
+        cache=cache,
+        hardware=hardware,
+        kernels=kernels,
+        rule=rule,
+        probe_hash=probe_hash(probe_batch.input_ids) if probe_batch else None,
+        command=command,
+        versions=versions(),
+        git_commit=git_commit(),
+        background=record.background,
+        restart_schedule=restart_schedule,
+        before_publishing=record.sync,
+    )
+    if before:
+        _tell_what_changed(before, saver.made_by(state), state.step, dropout=config.model.dropout)
+    if not _looped(state, passes, engine, batches, saver, record, stop):
+        reason = stop.reason or "a signal to another rank"
+        raise Stopped(f"{folder.name} stopped by {reason} at step {state.step:,}; the same command goes on there")
+
+
+def _looped(
+    state: TrainState,
+    passes: Passes,
+    engine: Engine,
+    batches: Batches,
+    saver: Saver,
+    record: Record,
+    stop: StopRequest,
+) -> bool:
+    """Go through the loop with the record open on rank 0; whether the end was reached. What was saved is published afterwards."""
+    ranks, config = engine.ranks, saver.config
+
+    def logged(row: Row) -> None:
+        record.row(row)
+        stop.made_a_pass()
+
     with ExitStack() as held:
         ranks.lead(lambda: held.enter_context(record))
-        saver = Saver(
-            folder=folder,
-            config=config,
-            ranks=ranks,
-            cache=cache,
-            hardware=hardware,
-            kernels=kernels,
-            rule=rule,
-            probe_hash=probe_hash(probe_batch.input_ids) if probe_batch else None,
-            command=command,
-            versions=versions(),
-            git_commit=git_commit(),
-            background=record.background,
-            restart_schedule=restart_schedule,
-            before_publishing=record.sync,
-        )
-        if before:
-            _tell_what_changed(before, saver.made_by(state), state.step, dropout=config.model.dropout)
-        device, autocast = engine.fabric.device, engine.fabric.autocast
-
-        def logged(row: Row) -> None:
-            record.row(row)
-            stop.made_a_pass()
-
         try:
             done = train_loop(
                 state,
@@ -282,9 +279,16 @@ def _train(
                 batches=batches,
                 save=saver.milestone,
                 save_restart_point=saver.restart_point,
-                restart_due=restart_schedule.due,
+                restart_due=saver.restart_schedule.due,
                 stopping=lambda: stop.reason is not None,
-                evaluate=Evaluator(folder.path, config.evaluation, cache, device, autocast, ranks),
+                evaluate=Evaluator(
+                    saver.folder.path,
+                    config.evaluation,
+                    saver.cache,
+                    engine.fabric.device,
+                    engine.fabric.autocast,
+                    ranks,
+                ),
                 log=logged,
             )
             if not done:
@@ -294,9 +298,30 @@ def _train(
                 ranks.lead(held.close, patiently=True)
             raise
         ranks.lead(held.close, patiently=True)  # no rank ends before what was saved is published
-    if not done:
-        reason = stop.reason or "a signal to another rank"
-        raise Stopped(f"{folder.name} stopped by {reason} at step {state.step:,}; the same command goes on there")
+    return done
+
+
+def _tell_what_comes(
+    name: str, config: RunConfig, hardware: Hardware, kernels: Kernels, state: TrainState, batches: Batches
+) -> None:
+    """Say in the log what is about to be trained, on what, and how."""
+    if hardware.precision == "bf16-true":
+        log.warning(
+            "training.fabric.precision: bf16-true keeps the weights themselves in bf16, so updates below 1/256 of a weight are lost; "
+            "bf16-mixed keeps them in fp32"
+        )
+    at_a_time, max_steps = state.micro_batch_size, config.training.max_steps
+    assert at_a_time is not None, "chosen before"
+    if config.training.optimization.gradient_accumulation_steps == "auto":
+        n_parts = batches.batch_size // (hardware.world_size * at_a_time)
+        log.info("gradient_accumulation_steps: auto is %d, by the memory that is free", n_parts)
+    batch_tokens = batches.batch_size * batches.seq_len
+    log.info(
+        f"{name}: {config.model.n_parameters:,} parameters; "
+        f"{counted(batches.batch_size, 'sequence')} x {counted(batches.seq_len, 'token')} = "
+        f"{batch_tokens:,} tokens a step, {counted(at_a_time, 'sequence')} at a time; "
+        f"{counted(max_steps, 'step')} = {max_steps * batch_tokens:,} tokens, from step {state.step:,}; {hardware}; {kernels}"
+    )
 
 
 def _warn_of_the_schedule(config: RunConfig, passes: Passes, batches: Batches) -> None:
@@ -411,6 +436,8 @@ def _go_on(folder: RunFolder, config: RunConfig, cache: TokenCache, state: Train
     if found is None:
         return None
     load_state(found[0], state)
+    if config.training.compile != "auto":
+        state.compiled = None  # a choice of ours that the configuration has taken back
     return found[1]
 
 
