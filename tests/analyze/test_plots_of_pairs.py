@@ -102,7 +102,7 @@ def test_squares_are_square_and_say_what_they_show():
         panels = [axes for axes in figure.axes if axes.images]
         assert all(axes.get_aspect() == 1 for axes in panels)
         assert panels[0].get_ylabel() == "training step"
-        assert panels[-1].get_xlabel() == "training step"
+        assert panels[-1].get_xlabel() == "compared with training step"
         assert panels[0].get_xticklabels()[0].get_text() == "0"
         title = figure.get_suptitle().replace("\n", " ")
         assert title == "CKA of swiglu.w_2 activations (val), against each step"
@@ -147,7 +147,7 @@ def test_layers_of_another_run():
     assert words == "each layer of run small"
     figure = maps.layers(quantity, series, "step")
     assert images(figure)[0].shape == (3, 2)
-    assert figure.axes[0].get_xlabel() == "layer of run small"
+    assert figure.axes[0].get_xlabel() == "compared with layer of run small"
 
 
 def test_curves_between_runs():
@@ -163,7 +163,7 @@ def test_each_step_of_another_run():
     rows = [row("large", t, s, reference_run="small") for t in STEPS for s in STEPS]
     found, series = prepared(rows)
     figure = maps.steps(found["each step of run small"], series, "step")
-    assert figure.axes[0].get_xlabel() == "training step of run small"
+    assert figure.axes[0].get_xlabel() == "compared with training step of run small"
     np.testing.assert_allclose(images(figure)[0], [[value(t, s) for s in STEPS] for t in STEPS])
 
 

@@ -257,7 +257,7 @@ def test_a_rank_that_hangs_ends_the_run_after_the_time_limit(folder: Path) -> No
     ranks.processes[0].join(20)
     assert ranks.processes[0].exitcode == 1
     ranks.processes[1].kill()
-    assert "did not answer within training.fabric.timeout_minutes (0.03: Timed out waiting" in ranks.printed(0)
+    assert "did not answer within training.fabric.timeout_minutes=0.03 (Timed out waiting" in ranks.printed(0)
     assert "The same command goes on from the last checkpoint" in ranks.printed(0)
 
 

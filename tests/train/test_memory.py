@@ -12,6 +12,7 @@ from click.testing import CliRunner
 from pico_train.cli import main
 from pico_train.config import ModelConfig, RunConfig
 from pico_train.errors import UserError
+from pico_train.hardware import Hardware
 from pico_train.memory import (
     BASE_BYTES,
     HEADROOM,
@@ -113,7 +114,8 @@ def test_the_stated_peak_is_the_measured_one(tiny: Tiny, tiny_yaml: Path, tmp_pa
 
 
 def choose(config: RunConfig, free: int | None, before: int | None = None, on_gpu: bool = False) -> int:
-    return micro_batch_size(config, n_sequences=8, free=free, precision="32-true", on_gpu=on_gpu, before=before)
+    hardware = Hardware("cuda" if on_gpu else "cpu", "32-true", "a device", n_threads=1)
+    return micro_batch_size(config, hardware, free, before)
 
 
 def test_auto_takes_as_many_sequences_as_fit(tiny: Tiny) -> None:

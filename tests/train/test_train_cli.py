@@ -63,6 +63,13 @@ def test_a_dry_run_says_what_this_machine_would_refuse(pico: Pico, tiny_yaml: Pa
     )
 
 
+def test_a_dry_run_says_what_is_too_large_for_this_machine(pico: Pico, tiny_yaml: Path, tmp_path: Path) -> None:
+    said = pico("run", tiny_yaml, "--dry-run", "model.d_model=65536", "model.n_layers=100").stdout
+    assert "would be refused on this machine: tiny needs about " in said
+    assert "would be refused on this machine: the trail of tiny needs " in said
+    assert not (tmp_path / "runs").exists()
+
+
 def test_a_dry_run_finds_the_data(pico: Pico, tiny_yaml: Path, tmp_path: Path, text_file: Path) -> None:
     said = pico("run", tiny_yaml, "--dry-run").stdout
     assert "data: 1 file, " in said
@@ -210,6 +217,26 @@ def test_interrupted_by_ctrl_c_and_started_again(tiny_yaml: Path, tmp_path: Path
     assert list((tmp_path / "runs" / "tiny" / "checkpoints").glob("step_*"))
 
 
+def test_a_signal_that_an_import_swallows_stops_the_run_all_the_same(tiny_yaml: Path) -> None:
+    """Libraries try imports and go on where one fails, whatever with."""
+    code = f"""
+import os, signal, sys
+import pico_train.cli
+class Importing:
+    def find_spec(self, name, *rest):
+        if name == "pico_train.run":
+            try:
+                os.kill(os.getpid(), signal.SIGTERM)
+            except Exception:
+                pass
+sys.meta_path.insert(0, Importing())
+pico_train.cli.main(["run", {str(tiny_yaml)!r}])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 75
+    assert "tiny stopped by SIGTERM at step 0; the same command goes on there" in done.stderr
+
+
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
 def test_a_signal_during_the_imports_ends_with_one_sentence(tiny_yaml: Path, name: str) -> None:
     code = f"""
@@ -224,4 +251,7 @@ pico_train.cli.main(["run", {str(tiny_yaml)!r}])
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 75
-    assert done.stderr == f"stopped by {name} before the first pass; the same command starts again\n"
+    assert (
+        done.stderr
+        == f"stopped by {name} before the first pass; the same command starts again, or goes on from what is saved\n"
+    )

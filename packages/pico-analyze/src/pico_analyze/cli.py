@@ -356,3 +356,7 @@ def _print_table(header: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> No
 def _print_wrapped(text: str) -> None:
     width = max(40, min(110, shutil.get_terminal_size().columns))
     click.echo(textwrap.fill(text, width, initial_indent="  ", subsequent_indent="  "))
+
+
+if __name__ == "__main__":
+    main()

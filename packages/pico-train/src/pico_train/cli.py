@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pico_train.errors import PicoError, UserError
-from pico_train.launch import place, processes_to_start, start, stop_with_the_starter
+from pico_train.launch import Place, place, processes_to_start, start, stop_with_the_starter
 from pico_train.words import counted
 
 if TYPE_CHECKING:
+    from pico_train.config import RunConfig
     from pico_train.suite import Suite
 
 
@@ -227,9 +228,7 @@ def _print_plan(suite: "Suite") -> None:
     from pico_train.config import not_built_yet
     from pico_train.data.sources import open_source
     from pico_train.estimate import estimate
-    from pico_train.hardware import choose_hardware
     from pico_train.memory import memory
-    from pico_train.trackers import check_trackers
 
     disk = 0
     for config in suite.runs:
@@ -254,16 +253,39 @@ def _print_plan(suite: "Suite") -> None:
     click.echo(f"{counted(len(suite.runs), 'run')}, disk {_size(disk)}; nothing was started, and the data was not read")
     for problem in dict.fromkeys(problem for config in suite.runs for problem in not_built_yet(config)):
         click.echo(f"would be refused: {problem}")
-    try:
-        for config in suite.runs:
-            check_trackers(config.monitoring.tracker_names, config.monitoring.tracker_project)
-        processes_to_start(suite.runs, place())
-        for section in {
-            config.training.fabric.model_dump_json(): config.training.fabric for config in suite.runs
-        }.values():
-            choose_hardware(section, place())
-    except UserError as error:
-        click.echo(f"would be refused on this machine: {error}")
+    for problem in _refusals_here(suite):
+        click.echo(f"would be refused on this machine: {problem}")
+
+
+def _refusals_here(suite: "Suite") -> dict[str, None]:
+    """Why the runs would not start on this machine, each reason once."""
+    import torch
+
+    from pico_train.estimate import check_disk
+    from pico_train.hardware import choose_hardware
+    from pico_train.memory import free_memory, micro_batch_size
+    from pico_train.trackers import check_trackers
+
+    here, reasons = place(), dict[str, None]()
+
+    def check(what: Callable[..., object], *of: object) -> None:
+        try:
+            what(*of)
+        except UserError as error:
+            reasons[str(error)] = None
+
+    def check_memory(config: "RunConfig", planned: Place) -> None:
+        hardware = choose_hardware(config.training.fabric, planned)
+        micro_batch_size(config, hardware, free_memory(torch.device(hardware.accelerator)), None)
+
+    check(processes_to_start, suite.runs, here)
+    for config in suite.runs:
+        fabric = config.training.fabric
+        n_devices = 1 if fabric.num_devices == "auto" else fabric.num_devices
+        check(check_trackers, config.monitoring.tracker_names, config.monitoring.tracker_project)
+        check(check_memory, config, here if here.size > 1 else Place(0, fabric.num_nodes * n_devices, 0, n_devices))
+        check(check_disk, config, Path(config.checkpointing.runs_dir) / str(config.checkpointing.run_name))
+    return reasons
 
 
 def _print_table(header: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:

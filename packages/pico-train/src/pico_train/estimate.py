@@ -75,7 +75,7 @@ def check_disk(config: RunConfig, run: Path) -> None:
     needs = estimate(config)
     there = sum(path.stat().st_size for path in run.rglob("*.safetensors"))
     missing = needs.disk_bytes + needs.restart_bytes - there
-    free = shutil.disk_usage(run).free
+    free = shutil.disk_usage(next(path for path in (run, *run.absolute().parents) if path.exists())).free
     if missing > free and not config.checkpointing.ignore_disk_space:
         raise UserError(
             f"the trail of {run.name} needs {missing / 1e9:,.3g} GB more and the disk of {run} has {free / 1e9:,.3g} GB free; make room, "

@@ -12,6 +12,7 @@ import torch
 from pico_train.config import ModelConfig, RunConfig, divisors
 from pico_train.errors import UserError
 from pico_train.estimate import FP32, capture_bytes
+from pico_train.hardware import Hardware
 from pico_train.model.head import head_chunk
 from pico_train.optim import n_moments
 from pico_train.words import counted
@@ -137,28 +138,23 @@ def _widths(precision: str) -> tuple[int, int]:
     return FP32 if precision == "32-true" else 2, 2 if precision == "bf16-true" else FP32
 
 
-def micro_batch_size(
-    config: RunConfig,
-    *,
-    n_sequences: int,
-    free: int | None,
-    precision: str,
-    on_gpu: bool,
-    before: int | None,
-    n_shards: int = 1,
-) -> int:
-    """How many of the ``n_sequences`` of a batch go through the model at a time.
+def micro_batch_size(config: RunConfig, hardware: Hardware, free: int | None, before: int | None) -> int:
+    """How many of the sequences of a rank go through the model at a time; ``free`` bytes are free on the device, or the machine.
 
     With a number of accumulation steps it follows from that. Under ``auto`` it is the one of ``before``, with which the run has been
-    trained so far, if that still fits; else the largest divisor with which the run takes at most ``HEADROOM`` of the ``free`` bytes.
+    trained so far, if that still fits; else the largest divisor with which the run takes at most ``HEADROOM`` of the free memory.
 
     Raises:
         UserError: the memory is too little, and ``training.ignore_memory`` does not say to start all the same.
     """
     steps = config.training.optimization.gradient_accumulation_steps
+    n_sequences = config.data.dataloader.batch_size // hardware.world_size
+    n_shards, on_gpu = hardware.world_size if hardware.strategy == "fsdp" else 1, hardware.accelerator != "cpu"
+    if free is not None and hardware.accelerator != "cuda":
+        free //= hardware.n_devices  # the ranks of a machine share it
 
     def needed(size: int) -> int:
-        needs = memory(config, size, precision, n_shards=n_shards, on_gpu=on_gpu)
+        needs = memory(config, size, hardware.precision, n_shards=n_shards, on_gpu=on_gpu)
         return needs.device if on_gpu else needs.total - BASE_BYTES  # what there is already is not free
 
     if steps != "auto":

@@ -170,7 +170,7 @@ def gathered(place: Place, *, on_cuda: bool, timeout_minutes: float) -> Iterator
         if not (isinstance(error, dist.DistError) or "gloo" in str(error)):
             raise
         raise LostContact(
-            f"rank {place.rank} has lost the other ranks, which have ended or did not answer within training.fabric.timeout_minutes "
-            f"({timeout_minutes:g}: {GLOO_SOURCE.sub('', str(error)).split('. ')[0]}); what they said comes first. "
-            "The same command goes on from the last checkpoint"
+            f"rank {place.rank} has lost the other ranks, which have ended or did not answer within "
+            f"training.fabric.timeout_minutes={timeout_minutes:g} ({GLOO_SOURCE.sub('', str(error)).split('. ')[0]}); "
+            "what they said comes first. The same command goes on from the last checkpoint"
         ) from error

@@ -3,8 +3,8 @@
 import json
 import logging
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -40,7 +40,7 @@ from pico_train.metrics_log import Row, last_row
 from pico_train.model.decoder import PicoDecoder
 from pico_train.objectives import next_token
 from pico_train.optim import optimizer_of
-from pico_train.ranks import Ranks, gathered
+from pico_train.ranks import LostContact, Ranks, gathered
 from pico_train.record import Record, trackers_of
 from pico_train.schedule import schedule_of
 from pico_train.state import TrainState
@@ -104,7 +104,7 @@ def train_suite(suite: Suite, command: Sequence[str], stop: StopRequest) -> list
     if max_minutes is not None and here.rank == 0:
         stop.limit(max_minutes)
     on_cuda = choose_hardware(section, here).accelerator == "cuda"
-    with gathered(here, on_cuda=on_cuda, timeout_minutes=section.timeout_minutes) as ranks:
+    with _told(stop), gathered(here, on_cuda=on_cuda, timeout_minutes=section.timeout_minutes) as ranks:
         settings = {
             f"{c.checkpointing.run_name}: {k}": shown(v)
             for c in suite.runs
@@ -122,6 +122,16 @@ def _check_first(suite: Suite, n_devices: int) -> None:
         if message := config.batch_problem(n_devices):
             line = f"data.dataloader.batch_size: {config.data.dataloader.batch_size} {message}"
             raise ConfigError(str(suite.path), [line])
+
+
+@contextmanager
+def _told(stop: StopRequest) -> Iterator[None]:
+    """Name the signal, not the ranks that are lost by it, where one ends the processes before there is anything to save."""
+    try:
+        yield
+    except LostContact:
+        stop.raise_early()
+        raise
 
 
 def train_run(
@@ -347,25 +357,8 @@ def _warn_of_the_schedule(config: RunConfig, passes: Passes, batches: Batches) -
 
 def _fitting(config: RunConfig, hardware: Hardware, ranks: Ranks) -> Callable[[int | None], int]:
     """How many sequences go through the model of each rank at a time, given how many did so far: what rank 0 finds to fit."""
-    device = torch.device(hardware.accelerator)
-    free = free_memory(device)
-    if free is not None and device.type != "cuda":
-        free //= hardware.n_devices  # the ranks of a machine share it
-
-    def fitting(before: int | None) -> int:
-        return ranks.decided(
-            lambda: micro_batch_size(
-                config,
-                n_sequences=config.data.dataloader.batch_size // ranks.size,
-                free=free,
-                precision=hardware.precision,
-                on_gpu=device.type != "cpu",
-                before=before,
-                n_shards=ranks.size if hardware.strategy == "fsdp" else 1,
-            )
-        )
-
-    return fitting
+    free = free_memory(torch.device(hardware.accelerator))
+    return lambda before: ranks.decided(lambda: micro_batch_size(config, hardware, free, before))
 
 
 def _built(config: RunConfig, hardware: Hardware, ranks: Ranks) -> tuple[TrainState, Engine]:

@@ -58,12 +58,21 @@ class StopRequest:
         self._made_a_pass = True
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        name = signal.Signals(number).name
+        first = self._signal is None
+        self._signal = (
+            self._signal or signal.Signals(number).name
+        )  # kept: code that is interrupted may swallow what is raised
         if not self._deferred:
-            raise Stopped(f"stopped by {name} before the first pass; the same command starts again")
-        if self._signal is None:
-            self._signal = name
-            log.warning("%s: stopping after this micro-batch", name)
+            self.raise_early()
+        if first:
+            log.warning("%s: stopping after this micro-batch", self._signal)
+
+    def raise_early(self) -> None:
+        """Raise ``Stopped`` if a signal has come before there is anything to save."""
+        if self._signal is not None:
+            raise Stopped(
+                f"stopped by {self._signal} before the first pass; the same command starts again, or goes on from what is saved"
+            )
 
     def __enter__(self) -> "StopRequest":
         if threading.current_thread() is threading.main_thread():  # nowhere else may handlers be set

@@ -74,7 +74,8 @@ def scale_y(axes: Axes, drawn: Iterable[NDArray[np.float64]], quantity: Quantity
     """The vertical axis for what is drawn: logarithmic if the quantity is, within its bounds."""
     low, high = value_range(drawn, quantity)
     if quantity.signed and low < 0 < high:
-        axes.axhline(0, color="0.6", linewidth=0.5, zorder=1)
+        for one in axes.get_shared_y_axes().get_siblings(axes):
+            one.axhline(0, color="0.6", linewidth=0.5, zorder=1)
     if not quantity.log:
         axes.set_ylim(low, high)
         axes.yaxis.set_major_locator(MaxNLocator(5, steps=TICK_STEPS))

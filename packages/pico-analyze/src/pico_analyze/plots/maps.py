@@ -68,8 +68,9 @@ def layers(quantity: Quantity, series: Sequence[Series], x: Horizontal) -> Figur
             title = name + (f"step {short(time)}" if x == "step" else f"{short(time)} tokens")
             names = [[str(int(number)) for number in side] for side in (table.index, table.columns)]
             panels.append(Panel(title, table.to_numpy(), *names))
-    other = "" if own else f" of {_run_of(quantity)}"
-    return _draw(quantity, panels, ("layer", f"layer{other}"), "", per_row=n_columns)
+    other = f" at step {quantity.rows['reference_step'].iloc[0]}" if own and not beside else ""
+    other = other if own else f" of {_run_of(quantity)}"
+    return _draw(quantity, panels, ("layer", f"compared with layer{other}"), "", per_row=n_columns)
 
 
 def _steps_panel(title: str, rows: pd.DataFrame, quantity: Quantity) -> Panel:
@@ -96,7 +97,7 @@ def _symmetric(quantity: Quantity) -> bool:
 
 def _step_words(quantity: Quantity, x: Horizontal) -> tuple[str, str]:
     own = quantity.rows["reference_run"].eq(quantity.rows["run"]).all()
-    return X_LABELS[x], X_LABELS[x] if own else f"{X_LABELS[x]} of {_run_of(quantity)}"
+    return X_LABELS[x], f"compared with {X_LABELS[x]}" + ("" if own else f" of {_run_of(quantity)}")
 
 
 def _run_of(quantity: Quantity) -> str:
@@ -126,7 +127,7 @@ def _draw(quantity: Quantity, panels: Sequence[Panel], words: tuple[str, str], o
             axes.set_xlabel(style.wrap(words[1], side))
     colours.bar(figure, image, n_rows, log=quantity.log)
     title(figure, over_heads(quantity))
-    blank = "Grey: no value." if any(np.isnan(panel.values).any() for panel in panels) else ""
+    blank = "Grey: no value, or not compared." if any(np.isnan(panel.values).any() for panel in panels) else ""
     by_checkpoint = "A row and a column for each checkpoint." if quantity.view == "steps" else ""
     style.footnote(figure, by_checkpoint, over, blank, remarks(quantity.rows))
     return figure

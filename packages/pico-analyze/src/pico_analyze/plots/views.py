@@ -114,7 +114,9 @@ def beside_loss(quantity: Quantity, series: Sequence[Series], x: Horizontal, los
     style.legend(figure, *_present(quantity.rows, series))
     names = [loss.metric.replace("val_loss", "validation").replace("train_loss", "training") for loss in losses]
     which = f"Loss: {names[0]}, faint {names[1]}." if len(losses) > 1 else ""
-    style.footnote(figure, which, _spread(quantity), remarks(quantity.rows), _hollow(quantity.rows))
+    style.footnote(
+        figure, which, _spread(quantity), _settings(quantity), remarks(quantity.rows), _hollow(quantity.rows)
+    )
     return figure
 
 
@@ -260,7 +262,7 @@ def over_heads(quantity: Quantity) -> str:
 
 def _spread(*shown: Quantity) -> str:
     """What lines and bands are over, of those that belong to layers."""
-    layered = [quantity for quantity in shown if quantity.in_layers]
+    layered = [one for one in shown if one.in_layers and one.rows.duplicated(["member", "x"]).any()]
     if not layered:
         return ""
     heads = {quantity.per: quantity.several for quantity in layered}
