@@ -4,6 +4,7 @@ import scipy.linalg
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from representations import normal, related
 
 from pico_analyze.components.matrix import Flagged, Matrix, Undefined
 from pico_analyze.metrics.cca import canonical_correlations, mean_cca, pwcca, svcca
@@ -18,18 +19,6 @@ def columns(*features):
 
 
 Y4 = columns(e1, 0.5 * e2 + 0.75**0.5 * e3)
-
-
-def normal(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-def related(n, p, q, seed=0):
-    """Two representations that share some of what they hold."""
-    shared = normal(n, 2, seed=seed)
-    x = shared @ normal(2, p, seed=seed + 1) + normal(n, p, seed=seed + 2)
-    y = shared @ normal(2, q, seed=seed + 3) + normal(n, q, seed=seed + 4)
-    return x, y
 
 
 def orthogonal(n, seed):

@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 import torch
+from representations import normal, related
 
 from pico_analyze.components.matrix import Matrix, Undefined
 from pico_analyze.metrics.cca import mean_cca, pwcca, svcca
@@ -21,18 +22,6 @@ MEASURES = {
     "svcca": svcca,
 }
 each = pytest.mark.parametrize("measure", MEASURES.values(), ids=MEASURES)
-
-
-def normal(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-def related(n, p, q, seed=0):
-    """Two representations that share some of what they hold."""
-    shared = normal(n, 2, seed=seed)
-    x = shared @ normal(2, p, seed=seed + 1) + normal(n, p, seed=seed + 2)
-    y = shared @ normal(2, q, seed=seed + 3) + normal(n, q, seed=seed + 4)
-    return x, y
 
 
 @each
